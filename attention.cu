@@ -1,12 +1,15 @@
-// attention.cu: sections 1.2 and 1.3 of the handout. Attention by its definition, with a fused softmax, and by tiles:
-// FlashAttention-2 in plain C++ and as the simplest kernels. All, and faster kernels, are rows of one table.
+// attention.cu: sections 1.2 and 1.3 of the handout. Attention by its definition, with a fused
+// softmax, and by tiles: FlashAttention-2 in plain C++ and as the simplest kernels. All, and faster
+// kernels, are rows of one table.
 //
 //   S = Q K^T / sqrt(D)      S_ij = -inf where key j may not be seen by query i (causal: j > i)
-//   P = softmax(S)           row by row: P_ij = exp(S_ij - m_i) / sum_j exp(S_ij - m_i), m_i = max_j S_ij
+//   P = softmax(S)           row by row, with m_i = max_j S_ij:
+//                            P_ij = exp(S_ij - m_i) / sum_j exp(S_ij - m_i)
 //   O = P V
-// Q [B,H,Tq,D], K and V [B,H,Tk,D], O [B,H,Tq,D]; S and P are [B,H,Tq,Tk], the only arrays that grow with T^2.
-// The two products cost 4*B*H*Tq*Tk*D FLOPs, the softmax 5*B*H*Tq*Tk: 4D/5 times less, yet in eager mode it takes as
-// long as the products, because each of its five kernels moves all of S through memory.
+// Q [B,H,Tq,D], K and V [B,H,Tk,D], O [B,H,Tq,D]; S and P are [B,H,Tq,Tk], the only arrays that
+// grow with T^2. The two products cost 4*B*H*Tq*Tk*D FLOPs, the softmax 5*B*H*Tq*Tk: 4D/5 times
+// less, yet in eager mode it takes as long as the products, because each of its five kernels moves
+// all of S through memory.
 //
 // Backward, given dO (handout, eq. 13-19; D_i below is not the head size):
 //   dV = P^T dO,  dP = dO V^T,  dS_ij = P_ij (dP_ij - D_i) with D_i = sum_j P_ij dP_ij,
@@ -21,27 +24,32 @@ static Heads heads_of(const Tensor& t) {
 static int head_size(const AttentionTensors& t) { return (int)t.q.dim(3); }
 AttentionArgs args_of(const AttentionTensors& t) {
     AttentionArgs a;
-    a.q = heads_of(t.q), a.k = heads_of(t.k), a.v = heads_of(t.v), a.o = heads_of(t.o), a.dO = heads_of(t.dO);
+    a.q = heads_of(t.q), a.k = heads_of(t.k), a.v = heads_of(t.v), a.o = heads_of(t.o),
+    a.dO = heads_of(t.dO);
     a.dq = heads_of(t.dq), a.dk = heads_of(t.dk), a.dv = heads_of(t.dv), a.L = t.L.as<float>();
     a.B = (int)t.q.dim(0), a.H = (int)t.q.dim(1), a.Tq = (int)t.q.dim(2), a.Tk = (int)t.k.dim(2);
     a.scale = 1 / sqrtf((float)head_size(t)), a.causal = t.causal;
     return a;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The reference: one query at a time, by the definition, in fp64 on the CPU. Never optimised: all else is compared with
-// it.
+// -------------------------------------------------------------------------------------------------
+// The reference: one query at a time, by the definition, in fp64 on the CPU. Never optimised: all
+// else is compared with it.
 //   s_j = scale q_i k_j;  L_i = log sum_j exp s_j;  p_j = exp(s_j - L_i);  O_i = sum_j p_j v_j
 //   dp_j = dO_i v_j;  D_i = sum_j p_j dp_j;  ds_j = p_j (dp_j - D_i)
-//   dV_j += p_j dO_i;  dQ_i = scale sum_j ds_j k_j;  dK_j += scale ds_j q_i            (handout, eq. 13-19)
+//   dV_j += p_j dO_i;  dQ_i = scale sum_j ds_j k_j;  dK_j += scale ds_j q_i
+// (handout, eq. 13-19)
 //
-// Beside each result stands its bound: what rounding may cost. Every number that an implementation may store (S, P, dP,
-// dS and the results) is off by u of itself, where u is the type's unit roundoff plus that of fp32 times the root of
-// the number of terms in the longest sum. The errors are independent, so their squares add up:
+// Beside each result stands its bound: what rounding may cost. Every number that an implementation
+// may store (S, P, dP, dS and the results) is off by u of itself, where u is the type's unit
+// roundoff plus that of fp32 times the root of the number of terms in the longest sum. The errors
+// are independent, so their squares add up:
 //   s_j by u max |s|, so p_j by e p_j with e = u (1 + max |s|);  L_i by e;  dp_j by u dp_j
-//   D_i by the root of sum_j (e p_j dp_j)^2 + sum_d (u O_id dO_id)^2: it is computed from P and dP, or from O and dO
+//   D_i by the root of sum_j (e p_j dp_j)^2 + sum_d (u O_id dO_id)^2: it is computed from P and dP,
+//       or from O and dO
 //   ds_j by p_j times the root of (e (dp_j - D_i))^2 + (u dp_j)^2 + (D_i's)^2
-// The bound is SIGMAS times the sum of u |result| and of the root of the squares of what these make of the result.
+// The bound is SIGMAS times the sum of u |result| and of the root of the squares of what these make
+// of the result.
 
 static AttentionTensors as_type(DType dtype, AttentionTensors in) {  // on context.device
     for (Tensor* t : {&in.q, &in.k, &in.v, &in.dO}) {
@@ -51,18 +59,22 @@ static AttentionTensors as_type(DType dtype, AttentionTensors in) {  // on conte
 }
 constexpr double SIGMAS = 6;
 static double square(double x) { return x * x; }
-static double roundoff(DType t) { return t == BF16 ? 0x1p-8 : t == F16 ? 0x1p-11 : t == F32 ? 0x1p-24 : 0x1p-53; }
+static double roundoff(DType t) {
+    return t == BF16 ? 0x1p-8 : t == F16 ? 0x1p-11 : t == F32 ? 0x1p-24 : 0x1p-53;
+}
 struct Reference {
     std::vector<Tensor> results, bounds;  // of O, L and, if there is a dO, dQ, dK, dV
 };
-// Returns the results of these inputs, and the bounds of an implementation that stores numbers of the type `stored`.
+// Returns the results of these inputs, and the bounds of an implementation that stores numbers of
+// the type `stored`.
 static Reference reference(const AttentionTensors& in, DType stored) {
     RestoreContext restore;
     context.device = CPU;
     const AttentionTensors t = as_type(F64, in);
     const int64_t heads = t.q.dim(0) * t.q.dim(1), Tq = t.q.dim(2), Tk = t.k.dim(2), D = t.q.dim(3);
     const double scale = 1 / std::sqrt((double)D), tiny = stored == F16 ? 0x1p-25 : 0;
-    const double u = roundoff(stored) + roundoff(stored == F64 ? F64 : F32) * std::sqrt(std::max({Tq, Tk, D}));
+    const double u =
+        roundoff(stored) + roundoff(stored == F64 ? F64 : F32) * std::sqrt(std::max({Tq, Tk, D}));
     Reference r;
     for (std::vector<Tensor>* all : {&r.results, &r.bounds}) {
         *all = {zeros(t.q.shape, F64), zeros({t.q.dim(0), t.q.dim(1), Tq}, F64)};
@@ -70,8 +82,12 @@ static Reference reference(const AttentionTensors& in, DType stored) {
     }
 #pragma omp parallel for
     for (int64_t head = 0; head < heads; head++) {
-        auto row = [&](const Tensor& x, int64_t i) { return x.as<double>() + (head * x.dim(2) + i) * D; };
-        auto dot = [&](const double* x, const double* y) { return std::inner_product(x, x + D, y, 0.0); };
+        auto row = [&](const Tensor& x, int64_t i) {
+            return x.as<double>() + (head * x.dim(2) + i) * D;
+        };
+        auto dot = [&](const double* x, const double* y) {
+            return std::inner_product(x, x + D, y, 0.0);
+        };
         // Row i of a result gets factor x, where the factor is known up to `error`.
         auto add = [&](int result, int64_t i, double factor, double error, const double* x) {
             double *to = row(r.results[result], i), *bound = row(r.bounds[result], i);
@@ -112,7 +128,8 @@ static Reference reference(const AttentionTensors& in, DType stored) {
             }
             for (int j = 0; j < n; j++) {
                 const double ds = scale * p[j] * (dp[j] - Di);
-                const double error = std::sqrt(square(e * (dp[j] - Di)) + square(u * dp[j]) + Di_error);
+                const double error =
+                    std::sqrt(square(e * (dp[j] - Di)) + square(u * dp[j]) + Di_error);
                 add(2, i, ds, scale * p[j] * error + tiny, row(t.k, j));
                 add(3, j, ds, scale * p[j] * error + tiny, q);
             }
@@ -128,10 +145,12 @@ static Reference reference(const AttentionTensors& in, DType stored) {
     return r;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Eager: every operation of the handout's model is a kernel and every intermediate an array in memory.
+// -------------------------------------------------------------------------------------------------
+// Eager: every operation of the handout's model is a kernel and every intermediate an array in
+// memory.
 
-static Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Tensor* L) {
+static Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
+                              Tensor* L) {
     Range range("attention");
     Tensor s, p;
     {
@@ -149,17 +168,20 @@ static Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v,
         s = sub(s, m);
         Tensor e = exp(s), sum = sum_last(e);  // in fp32 under autocast
         p = div(e, sum);
-        if (L) { *L = reshape(add(detached(m), log(detached(sum))), {q.dim(0), q.dim(1), q.dim(2)}); }
+        if (L) {
+            *L = reshape(add(detached(m), log(detached(sum))), {q.dim(0), q.dim(1), q.dim(2)});
+        }
     }
     Range r("values");
     return matmul(p, v);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// softmax: S [R,Tk] becomes P in place. The loop takes three passes per row. The kernel finds maximum and sum in one
-// (the sum is rescaled when the maximum grows: "online" softmax) and writes in a second. Row r holds query r % Tq;
-// causal rows stop at their own key. Maxima start from a finite number: a score of -inf then adds exp(-inf) = 0, where
-// -inf - -inf would be NaN. The kernel moves at most 3 elements per entry, eager's five move 8.
+// -------------------------------------------------------------------------------------------------
+// softmax: S [R,Tk] becomes P in place. The loop takes three passes per row. The kernel finds
+// maximum and sum in one (the sum is rescaled when the maximum grows: "online" softmax) and writes
+// in a second. Row r holds query r % Tq; causal rows stop at their own key. Maxima start from a
+// finite number: a score of -inf then adds exp(-inf) = 0, where -inf - -inf would be NaN. The
+// kernel moves at most 3 elements per entry, eager's five move 8.
 //   P_rj = exp(S_rj - L_r),  L_r = log sum_j exp S_rj
 //   dS_rj = P_rj (dP_rj - sum_k P_rk dP_rk)
 
@@ -194,7 +216,8 @@ static void softmax_backward_cpu(T* dP, const T* P, int64_t R, int Tq, int Tk, b
 }
 
 #ifdef __CUDACC__
-// One warp a row: neighbouring lanes read neighbouring columns, and a short row's second pass finds it in L1.
+// One warp a row: neighbouring lanes read neighbouring columns, and a short row's second pass finds
+// it in L1.
 template <class T>
 __global__ void softmax_kernel(T* S, float* L, int64_t R, int Tq, int Tk, bool causal) {
     int64_t r = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / WARP;
@@ -240,7 +263,8 @@ static void softmax_in_place(const Tensor& s, const Tensor& L, const Tensor& P, 
             using T = decltype(zero);
             const int64_t blocks = ceil_div(R * WARP, 256);
             if (P) {
-                LAUNCH(softmax_backward_kernel, blocks, 256, s.as<T>(), P.as<T>(), R, Tq, Tk, causal);
+                LAUNCH(softmax_backward_kernel, blocks, 256, s.as<T>(), P.as<T>(), R, Tq, Tk,
+                       causal);
             } else {
                 LAUNCH(softmax_kernel, blocks, 256, s.as<T>(), L.as<float>(), R, Tq, Tk, causal);
             }
@@ -254,15 +278,18 @@ static void softmax_in_place(const Tensor& s, const Tensor& L, const Tensor& P, 
     });
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Fused softmax: the products stay cuBLAS's, everything between them is one kernel, and S and P share one array.
+// -------------------------------------------------------------------------------------------------
+// Fused softmax: the products stay cuBLAS's, everything between them is one kernel, and S and P
+// share one array.
 
-static Tensor attention_fused(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, bool causal, Tensor* L) {
+static Tensor attention_fused(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
+                              bool causal, Tensor* L) {
     Range range("attention");
     Tensor q = contiguous(autocast_operand(q_in)), k = contiguous(autocast_operand(k_in)),
            v = contiguous(autocast_operand(v_in));
     double scale = 1 / std::sqrt((double)q.dim(-1));
-    Tensor p = empty({q.dim(0), q.dim(1), q.dim(2), k.dim(2)}, q.dtype), o = empty(q.shape, q.dtype);
+    Tensor p = empty({q.dim(0), q.dim(1), q.dim(2), k.dim(2)}, q.dtype),
+           o = empty(q.shape, q.dtype);
     gemm(p, q, false, k, true, scale);
     Tensor lse = L ? empty({q.dim(0), q.dim(1), q.dim(2)}, q.dtype == F64 ? F64 : F32) : Tensor();
     softmax_in_place(p, lse, Tensor(), causal);
@@ -279,7 +306,7 @@ static Tensor attention_fused(const Tensor& q_in, const Tensor& k_in, const Tens
     return o;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // weighted_sum (handout, 1.3.1): the warm-up kernel.
 //   y_n = sum_d w_d x_nd                            x [N,D], w [D] -> y [N]
 //   dx_nd = w_d dy_n,  dw_d = sum_n x_nd dy_n
@@ -293,8 +320,8 @@ static void weighted_sum_cpu(float* y, const float* x, const float* w, int64_t N
         y[n] = (float)sum;
     }
 }
-static void weighted_sum_backward_cpu(float* dx, float* dw, const float* dy, const float* x, const float* w, int64_t N,
-                                      int64_t D) {
+static void weighted_sum_backward_cpu(float* dx, float* dw, const float* dy, const float* x,
+                                      const float* w, int64_t N, int64_t D) {
     std::vector<double> sum(D);
     for (int64_t n = 0; n < N; n++) {
         for (int64_t d = 0; d < D; d++) {
@@ -306,8 +333,10 @@ static void weighted_sum_backward_cpu(float* dx, float* dw, const float* dy, con
 }
 
 #ifdef __CUDACC__
-// A warp takes a row: its lanes read neighbouring columns, so a load of the warp is one piece of 128 bytes.
-__global__ void weighted_sum_kernel(float* y, const float* x, const float* w, int64_t N, int64_t D) {
+// A warp takes a row: its lanes read neighbouring columns, so a load of the warp is one piece of
+// 128 bytes.
+__global__ void weighted_sum_kernel(float* y, const float* x, const float* w, int64_t N,
+                                    int64_t D) {
     int64_t n = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / WARP;
     int lane = threadIdx.x % WARP;
     if (n >= N) { return; }
@@ -318,12 +347,13 @@ __global__ void weighted_sum_kernel(float* y, const float* x, const float* w, in
     if (lane == 0) { y[n] = sum; }
 }
 
-// dw sums over all rows, so it takes two steps: each block writes the sum over its own rows to partial [chunks,D], and
-// lib/tensor.cu's sum adds the chunks up. Atomics would add in no fixed order. A block has 32 columns and 8 rows at a
-// time.
+// dw sums over all rows, so it takes two steps: each block writes the sum over its own rows to
+// partial [chunks,D], and lib/tensor.cu's sum adds the chunks up. Atomics would add in no fixed
+// order. A block has 32 columns and 8 rows at a time.
 constexpr int SUM_ROWS = 8;
-__global__ void weighted_sum_backward_kernel(float* dx, float* partial, const float* dy, const float* x, const float* w,
-                                             int64_t N, int64_t D, int64_t chunk) {
+__global__ void weighted_sum_backward_kernel(float* dx, float* partial, const float* dy,
+                                             const float* x, const float* w, int64_t N, int64_t D,
+                                             int64_t chunk) {
     __shared__ float sums[SUM_ROWS][WARP];
     int64_t d = blockIdx.x * (int64_t)WARP + threadIdx.x;
     int64_t first = blockIdx.y * chunk, end = min(first + chunk, N);
@@ -348,69 +378,80 @@ static void weighted_sum_forward(const Tensor& y, const Tensor& x, const Tensor&
     int64_t D = w.size(), N = y.size();
 #ifdef __CUDACC__
     if (y.device() == CUDA) {
-        LAUNCH(weighted_sum_kernel, ceil_div(N * WARP, 256), 256, y.as<float>(), x.as<float>(), w.as<float>(), N, D);
+        LAUNCH(weighted_sum_kernel, ceil_div(N * WARP, 256), 256, y.as<float>(), x.as<float>(),
+               w.as<float>(), N, D);
         return;
     }
 #endif
     weighted_sum_cpu(y.as<float>(), x.as<float>(), w.as<float>(), N, D);
 }
-static void weighted_sum_backward(const Tensor& dx, const Tensor& dw, const Tensor& dy, const Tensor& x,
-                                  const Tensor& w) {
+static void weighted_sum_backward(const Tensor& dx, const Tensor& dw, const Tensor& dy,
+                                  const Tensor& x, const Tensor& w) {
     int64_t D = w.size(), N = dy.size();
 #ifdef __CUDACC__
     if (dx.device() == CUDA) {
-        int64_t strips = ceil_div(D, WARP);  // as many chunks as keep the chip busy, but no more to add up than needed
+        // as many chunks as keep the chip busy, but no more to add up than needed
+        int64_t strips = ceil_div(D, WARP);
         int64_t chunk = std::max<int64_t>(64, ceil_div(N * strips, multiprocessors() * 16)),
                 chunks = ceil_div(N, chunk);
         Tensor partial = empty({chunks, D}, F32, WORKSPACE);
-        LAUNCH(weighted_sum_backward_kernel, dim3((unsigned)strips, (unsigned)chunks), dim3(WARP, SUM_ROWS),
-               dx.as<float>(), partial.as<float>(), dy.as<float>(), x.as<float>(), w.as<float>(), N, D, chunk);
+        LAUNCH(weighted_sum_backward_kernel, dim3((unsigned)strips, (unsigned)chunks),
+               dim3(WARP, SUM_ROWS), dx.as<float>(), partial.as<float>(), dy.as<float>(),
+               x.as<float>(), w.as<float>(), N, D, chunk);
         return copy_or_add(dw, reshape(sum_last(transpose(partial, 0, 1)), {D}), false);
     }
 #endif
-    weighted_sum_backward_cpu(dx.as<float>(), dw.as<float>(), dy.as<float>(), x.as<float>(), w.as<float>(), N, D);
+    weighted_sum_backward_cpu(dx.as<float>(), dw.as<float>(), dy.as<float>(), x.as<float>(),
+                              w.as<float>(), N, D);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// FlashAttention-2 (Dao, 2023), the handout's section 1.3.2. Every kernel, here and in fast/, cites the numbers
-// of these steps.
+// -------------------------------------------------------------------------------------------------
+// FlashAttention-2 (Dao, 2023), the handout's section 1.3.2. Every kernel, here and in fast/, cites
+// the numbers of these steps.
 //
-// S = Q K^T / sqrt(D) and P = softmax(S) never exist as a whole. Queries are cut into tiles Q_i of Bq rows, keys and
-// values into tiles K_j and V_j of Bk rows; q_tiles and k_tiles are how many there are (the handout's T_q and T_k: here
-// Tq and Tk are the numbers of queries and keys). The first query and key of a tile are q0 and k0.
+// S = Q K^T / sqrt(D) and P = softmax(S) never exist as a whole. Queries are cut into tiles Q_i of
+// Bq rows, keys and values into tiles K_j and V_j of Bk rows; q_tiles and k_tiles are how many
+// there are (the handout's T_q and T_k: here Tq and Tk are the numbers of queries and keys). The
+// first query and key of a tile are q0 and k0.
 //
-// Forward (the handout's algorithm 1). A block of threads owns a tile Q_i, and all K_j and V_j pass. It keeps, for each
-// row, the largest score so far m, the sum l of exp(S - m), and O so far, unnormalised:
+// Forward (the handout's algorithm 1). A block of threads owns a tile Q_i, and all K_j and V_j
+// pass. It keeps, for each row, the largest score so far m, the sum l of exp(S - m), and O so far,
+// unnormalised:
 //   1.  S = Q_i K_j^T / sqrt(D)         [Bq,Bk]
 //   2.  m' = max(m, rowmax S)
 //   3.  P = exp(S - m'), not normalised before step 6; shrink = exp(m - m')
 //   4.  l = shrink l + rowsum P
 //   5.  O = shrink O + P V_j, m = m'
 //   6.  after the last j: O_i = O / l, L_i = m + log l
-// That is exact: shrink rescales what was summed under a smaller maximum. Memory is O(T), traffic 2 T^2 D / Bq
-// elements (K and V once per tile of queries); eager's softmax alone moves 8 T^2.
+// That is exact: shrink rescales what was summed under a smaller maximum. Memory is O(T), traffic 2
+// T^2 D / Bq elements (K and V once per tile of queries); eager's softmax alone moves 8 T^2.
 //
-// Backward (the handout's algorithm 2). Tiles of S are computed again. Now L is known, so no maximum is needed:
-//   7.  D_i = rowsum(dO_i O_i)          [Tq], "delta" in the code; once, before all else; equals sum_j P_ij dP_ij
+// Backward (the handout's algorithm 2). Tiles of S are computed again. Now L is known, so no
+// maximum is needed:
+//   7.  D_i = rowsum(dO_i O_i)          [Tq], "delta" in the code; once, before all else;
+//                                       equals sum_j P_ij dP_ij
 //   8.  S = Q_i K_j^T / sqrt(D), P = exp(S - L_i)
 //   9.  dV_j += P^T dO_i
 //   10. dP = dO_i V_j^T
 //   11. dS = P (dP - D_i)
 //   12. dQ_i += dS K_j / sqrt(D)
 //   13. dK_j += dS^T Q_i / sqrt(D)
-// dK_j and dV_j are sums over the queries, dQ_i is one over the keys: who owns a tile of one kind loops over the
-// other kind's.
+// dK_j and dV_j are sums over the queries, dQ_i is one over the keys: who owns a tile of one kind
+// loops over the other kind's.
 
 // On the CPU, in fp32, for the GPU's reason: a tile of S fits into a core's cache.
-// Causal tiles above the diagonal are skipped, half of the products, which the versions above cannot do.
+// Causal tiles above the diagonal are skipped, half of the products, which the versions above
+// cannot do.
 
 constexpr int CPU_BQ = 64, CPU_BK = 128;  // with D = 64: Q, K, V, S and O tiles take 128 KiB
 
 static float* row_of(const Heads& x, const AttentionArgs& a, int head, int row) {
     return head_of<float>(x, head / a.H, head % a.H) + row * x.row;
 }
-// S of M queries and N keys of one head, in rows of CPU_BK; -inf where a query does not see the key.
-static void scores_cpu(float* S, const AttentionArgs& a, int D, int head, int q0, int M, int k0, int N) {
+// S of M queries and N keys of one head, in rows of CPU_BK; -inf where a query does not see the
+// key.
+static void scores_cpu(float* S, const AttentionArgs& a, int D, int head, int q0, int M, int k0,
+                       int N) {
     const float *q = row_of(a.q, a, head, q0), *k = row_of(a.k, a, head, k0);
     blas_product(S, CPU_BK, q, a.q.row, false, k, a.k.row, true, M, N, D, a.scale, 0);
     for (int i = 0; i < M; i++) {
@@ -449,13 +490,17 @@ static void flash_forward_tile_cpu(const AttentionArgs& a, int D, int head, int 
 static void flash_forward_cpu(const AttentionTensors& t) {
     const AttentionArgs a = args_of(t);
     one_blas_thread();
-#pragma omp parallel for collapse(2) schedule(dynamic)  // the last tiles have the most keys, and go first
+// the last tiles have the most keys, and go first
+#pragma omp parallel for collapse(2) schedule(dynamic)
     for (int q0 = (a.Tq - 1) / CPU_BQ * CPU_BQ; q0 >= 0; q0 -= CPU_BQ) {
-        for (int head = 0; head < a.B * a.H; head++) { flash_forward_tile_cpu(a, head_size(t), head, q0); }
+        for (int head = 0; head < a.B * a.H; head++) {
+            flash_forward_tile_cpu(a, head_size(t), head, q0);
+        }
     }
 }
 
-// Algorithm 2. A thread takes all of a head, so no two add to one sum. A sum's first product overwrites.
+// Algorithm 2. A thread takes all of a head, so no two add to one sum. A sum's first product
+// overwrites.
 static void flash_backward_cpu(const AttentionTensors& t) {
     const AttentionArgs a = args_of(t);
     const int D = head_size(t);
@@ -463,27 +508,34 @@ static void flash_backward_cpu(const AttentionTensors& t) {
 #pragma omp parallel for schedule(dynamic)
     for (int head = 0; head < a.B * a.H; head++) {
         std::vector<float> P(CPU_BQ * CPU_BK), dS(CPU_BQ * CPU_BK);
-        auto add = [&](const Heads& to, int row, const std::vector<float>& x, bool transposed, const Heads& y,
-                       int y_row, int rows, int terms, bool first) {  // to += x y
-            blas_product(row_of(to, a, head, row), to.row, x.data(), CPU_BK, transposed, row_of(y, a, head, y_row),
-                         y.row, false, rows, D, terms, 1, first ? 0 : 1);
+        auto add = [&](const Heads& to, int row, const std::vector<float>& x, bool transposed,
+                       const Heads& y, int y_row, int rows, int terms, bool first) {  // to += x y
+            blas_product(row_of(to, a, head, row), to.row, x.data(), CPU_BK, transposed,
+                         row_of(y, a, head, y_row), y.row, false, rows, D, terms, 1, first ? 0 : 1);
         };
         for (int k0 = 0; k0 < a.Tk; k0 += CPU_BK) {
-            // At least the last tile of queries, though it may see none of these keys: their gradients are then 0.
-            const int N = std::min(CPU_BK, a.Tk - k0), first = a.causal ? std::min(k0, a.Tq - 1) / CPU_BQ * CPU_BQ : 0;
+            // At least the last tile of queries, though it may see none of these keys: their
+            // gradients are then 0.
+            const int N = std::min(CPU_BK, a.Tk - k0),
+                      first = a.causal ? std::min(k0, a.Tq - 1) / CPU_BQ * CPU_BQ : 0;
             const float* v = row_of(a.v, a, head, k0);
             for (int q0 = first; q0 < a.Tq; q0 += CPU_BQ) {
                 const int M = std::min(CPU_BQ, a.Tq - q0);
                 const float *dO = row_of(a.dO, a, head, q0), *o = row_of(a.o, a, head, q0);
-                scores_cpu(P.data(), a, D, head, q0, M, k0, N);                                         // step 8's S
-                blas_product(dS.data(), CPU_BK, dO, a.dO.row, false, v, a.v.row, true, M, N, D, 1, 0);  // step 10: dP
+                // step 8's S
+                scores_cpu(P.data(), a, D, head, q0, M, k0, N);
+                // step 10: dP
+                blas_product(dS.data(), CPU_BK, dO, a.dO.row, false, v, a.v.row, true, M, N, D, 1,
+                             0);
                 for (int i = 0; i < M; i++) {
                     float *p = &P[i * CPU_BK], *ds = &dS[i * CPU_BK], Di = 0;
                     const float L = a.L[(int64_t)head * a.Tq + q0 + i];
-                    for (int d = 0; d < D; d++) { Di += o[i * a.o.row + d] * dO[i * a.dO.row + d]; }  // step 7
+                    // step 7
+                    for (int d = 0; d < D; d++) { Di += o[i * a.o.row + d] * dO[i * a.dO.row + d]; }
                     for (int j = 0; j < N; j++) {
-                        p[j] = std::exp(p[j] - L);              // step 8
-                        ds[j] = p[j] * (ds[j] - Di) * a.scale;  // step 11, and the scale of 12 and 13
+                        p[j] = std::exp(p[j] - L);  // step 8
+                        // step 11, and the scale of 12 and 13
+                        ds[j] = p[j] * (ds[j] - Di) * a.scale;
                     }
                 }
                 add(a.dv, k0, P, true, a.dO, q0, N, M, q0 == first);  // step 9
@@ -494,23 +546,28 @@ static void flash_backward_cpu(const AttentionTensors& t) {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The same on a GPU, as simply as it goes: flash_v1. A block owns a tile of 32 rows (of Q; for dK and dV of K and V)
-// and has a warp for each. The warp's lanes hold that row's columns in registers: columns lane, lane + 32, ... Tiles of
-// 32 rows of the other side pass through shared memory; in a product, lane j takes the tile's row j. All sums are fp32.
+// -------------------------------------------------------------------------------------------------
+// The same on a GPU, as simply as it goes: flash_v1. A block owns a tile of 32 rows (of Q; for dK
+// and dV of K and V) and has a warp for each. The warp's lanes hold that row's columns in
+// registers: columns lane, lane + 32, ... Tiles of 32 rows of the other side pass through shared
+// memory; in a product, lane j takes the tile's row j. All sums are fp32.
 //
-// It runs on every card since sm_75. What it leaves to faster kernels: a product reads one number from shared memory
-// for each multiplication, and up to one from another lane; the tensor cores stand idle; nothing is copied meanwhile.
+// It runs on every card since sm_75. What it leaves to faster kernels: a product reads one number
+// from shared memory for each multiplication, and up to one from another lane; the tensor cores
+// stand idle; nothing is copied meanwhile.
 
 #ifdef __CUDACC__
 constexpr int V1_TILE = WARP, V1_D = 128, V1_COLUMNS = V1_D / WARP;
-using V1Tile = float[V1_TILE][V1_D + 1];  // + 1: 32 lanes that read one column of 32 rows read 32 different banks
-using V1Row = float[V1_COLUMNS];          // a row, spread over a warp
+// + 1: 32 lanes that read one column of 32 rows read 32 different banks
+using V1Tile = float[V1_TILE][V1_D + 1];
+using V1Row = float[V1_COLUMNS];  // a row, spread over a warp
 
 template <class T>
 __device__ void v1_load(V1Tile& tile, const T* from, int64_t stride, int first, int rows, int D) {
     int i = first + threadIdx.y;
-    for (int d = threadIdx.x; d < D; d += WARP) { tile[threadIdx.y][d] = i < rows ? from[i * stride + d] : 0.0f; }
+    for (int d = threadIdx.x; d < D; d += WARP) {
+        tile[threadIdx.y][d] = i < rows ? from[i * stride + d] : 0.0f;
+    }
 }
 template <class T>
 __device__ void v1_load(V1Row& row, const T* from, int64_t stride, int i, int rows, int D) {
@@ -520,7 +577,8 @@ __device__ void v1_load(V1Row& row, const T* from, int64_t stride, int i, int ro
     }
 }
 template <class T>
-__device__ void v1_store(const V1Row& row, float factor, T* to, int64_t stride, int i, int rows, int D) {
+__device__ void v1_store(const V1Row& row, float factor, T* to, int64_t stride, int i, int rows,
+                         int D) {
     for (int c = 0; c < V1_COLUMNS; c++) {
         int d = c * WARP + threadIdx.x;
         if (i < rows && d < D) { to[i * stride + d] = row[c] * factor; }
@@ -550,9 +608,11 @@ __device__ inline void v1_add_rows(V1Row& row, float x, const V1Tile& tile, int 
 }
 
 template <class T>
-__global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_forward_kernel(AttentionArgs a, int D) {
+__global__ void __launch_bounds__(V1_TILE* WARP, 1)
+    flash_v1_forward_kernel(AttentionArgs a, int D) {
     __shared__ V1Tile K, V;
-    int head = blockIdx.x, b = head / a.H, h = head % a.H, q0 = blockIdx.y * V1_TILE, i = q0 + threadIdx.y;
+    int head = blockIdx.x, b = head / a.H, h = head % a.H, q0 = blockIdx.y * V1_TILE,
+        i = q0 + threadIdx.y;
     V1Row q, O = {};
     v1_load(q, head_of<const T>(a.q, b, h), a.q.row, i, a.Tq, D);
     float m = -FLT_MAX, l = 0;  // not -inf: a tile's scores may all be -inf, and -inf - -inf is NaN
@@ -577,9 +637,11 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_forward_kernel(Atte
 
 // dQ, and step 7 on the way: a block owns queries, and the keys that they see pass.
 template <class T>
-__global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dq_kernel(AttentionArgs a, int D, float* delta) {
+__global__ void __launch_bounds__(V1_TILE* WARP, 1)
+    flash_v1_dq_kernel(AttentionArgs a, int D, float* delta) {
     __shared__ V1Tile K, V;
-    int head = blockIdx.x, b = head / a.H, h = head % a.H, q0 = blockIdx.y * V1_TILE, i = q0 + threadIdx.y;
+    int head = blockIdx.x, b = head / a.H, h = head % a.H, q0 = blockIdx.y * V1_TILE,
+        i = q0 + threadIdx.y;
     V1Row q, o, dO, dQ = {};
     v1_load(q, head_of<const T>(a.q, b, h), a.q.row, i, a.Tq, D);
     v1_load(dO, head_of<const T>(a.dO, b, h), a.dO.row, i, a.Tq, D);
@@ -602,12 +664,15 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dq_kernel(Attention
     v1_store(dQ, a.scale, head_of<T>(a.dq, b, h), a.dq.row, i, a.Tq, D);
 }
 
-// dK and dV: a block owns keys, and the queries that see them pass. P and dS are computed a second time, so that no two
-// blocks add to one sum: no atomics are needed, and every run gives the same bits.
+// dK and dV: a block owns keys, and the queries that see them pass. P and dS are computed a second
+// time, so that no two blocks add to one sum: no atomics are needed, and every run gives the same
+// bits.
 template <class T>
-__global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dkv_kernel(AttentionArgs a, int D, const float* delta) {
+__global__ void __launch_bounds__(V1_TILE* WARP, 1)
+    flash_v1_dkv_kernel(AttentionArgs a, int D, const float* delta) {
     __shared__ V1Tile Q, dO;
-    int head = blockIdx.x, b = head / a.H, h = head % a.H, k0 = blockIdx.y * V1_TILE, j = k0 + threadIdx.y;
+    int head = blockIdx.x, b = head / a.H, h = head % a.H, k0 = blockIdx.y * V1_TILE,
+        j = k0 + threadIdx.y;
     V1Row k, v, dK = {}, dV = {};
     v1_load(k, head_of<const T>(a.k, b, h), a.k.row, j, a.Tk, D);
     v1_load(v, head_of<const T>(a.v, b, h), a.v.row, j, a.Tk, D);
@@ -618,18 +683,22 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dkv_kernel(Attentio
         __syncthreads();  // the tiles are there
         int i = q0 + threadIdx.x;
         bool seen = i < a.Tq && j < keys_seen(a.causal, i, a.Tk);
-        float L = seen ? a.L[(int64_t)head * a.Tq + i] : 0, D_i = seen ? delta[(int64_t)head * a.Tq + i] : 0;
+        float L = seen ? a.L[(int64_t)head * a.Tq + i] : 0,
+              D_i = seen ? delta[(int64_t)head * a.Tq + i] : 0;
         float dot = v1_dot(k, Q, D), p = seen ? expf(a.scale * dot - L) : 0;  // step 8
         v1_add_rows(dV, p, dO, D);                                            // step 9
         float dP = v1_dot(v, dO, D);                                          // step 10
         float dS = seen ? p * (dP - D_i) : 0;                                 // step 11
-        v1_add_rows(dK, dS, Q, D);                                            // step 13, but for the scale
+        // step 13, but for the scale
+        v1_add_rows(dK, dS, Q, D);
     }
     v1_store(dK, a.scale, head_of<T>(a.dk, b, h), a.dk.row, j, a.Tk, D);
     v1_store(dV, 1, head_of<T>(a.dv, b, h), a.dv.row, j, a.Tk, D);
 }
 
-static dim3 v1_grid(const AttentionArgs& a, int rows) { return dim3(a.B * a.H, ceil_div(rows, V1_TILE)); }
+static dim3 v1_grid(const AttentionArgs& a, int rows) {
+    return dim3(a.B * a.H, ceil_div(rows, V1_TILE));
+}
 static void flash_v1_forward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
     with_gpu_type(t.q.dtype, [&](auto zero) {
@@ -650,11 +719,15 @@ static void flash_v1_backward(const AttentionTensors& t) {
     });
 }
 #else
-static void flash_v1_forward(const AttentionTensors&) { fail("flash_v1: this build is for the CPU only"); }
-static void flash_v1_backward(const AttentionTensors&) { fail("flash_v1: this build is for the CPU only"); }
+static void flash_v1_forward(const AttentionTensors&) {
+    fail("flash_v1: this build is for the CPU only");
+}
+static void flash_v1_backward(const AttentionTensors&) {
+    fail("flash_v1: this build is for the CPU only");
+}
 #endif
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The table of implementations: dispatch, commands, benchmarks and tests walk it.
 
 static bool any_float(DType, int64_t) { return true; }
@@ -672,7 +745,8 @@ static const AddRow<AttentionImpl> attention_impls[] = {
     {{"flash_v1", CUDA, 30, flash_on_gpu, nullptr, flash_v1_forward, flash_v1_backward}},
 };
 
-// The last row that takes it. None in fp16: on the GPU only flash_v1 takes that, and fused, on tensor cores, is faster.
+// The last row that takes it. None in fp16: on the GPU only flash_v1 takes that, and fused, on
+// tensor cores, is faster.
 const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D) {
     const AttentionImpl* best = nullptr;
     if (dtype == F16) { return best; }
@@ -685,10 +759,13 @@ const AttentionImpl& require_flash(Device device, DType dtype, int64_t D) {
     const bool only_counted = device == META;
     if (only_counted) { device = context.planned_for; }
     // The CPU's row takes fp32 alone, but a plan, which calls no row, may count any dtype.
-    const AttentionImpl* impl = fastest_flash(device, only_counted && device == CPU ? F32 : dtype, D);
+    const AttentionImpl* impl =
+        fastest_flash(device, only_counted && device == CPU ? F32 : dtype, D);
     if (!impl) {
-        usage_error("mode flash: no FlashAttention on %s for %s and head size %ld; --mode fused takes them all",
-                    name_of(device), name_of(dtype), (long)D);
+        usage_error(
+            "mode flash: no FlashAttention on %s for %s and head size %ld; --mode fused takes them "
+            "all",
+            name_of(device), name_of(dtype), (long)D);
     }
     return *impl;
 }
@@ -714,21 +791,23 @@ Tensor flash_self_attention(const Tensor& qkv, int H) {
     int64_t B = qkv.dim(0), T = qkv.dim(1), C = qkv.dim(2) / 3;
     const AttentionImpl& impl = require_flash(qkv.device(), qkv.dtype, C / H);
     Tensor o = empty({B, T, C}, qkv.dtype), L = empty({B, H, T}, F32);
-    AttentionTensors t{heads_view(qkv, 0, 3, H), heads_view(qkv, 1, 3, H), heads_view(qkv, 2, 3, H), true};
+    AttentionTensors t{heads_view(qkv, 0, 3, H), heads_view(qkv, 1, 3, H), heads_view(qkv, 2, 3, H),
+                       true};
     t.o = heads_view(o, 0, 1, H), t.L = L;
     run_pass(impl.forward, t);
     record(o, {qkv}, [t, H, &impl, g = qkv.gradient](const Tensor& dO) {
         AttentionTensors b = t;
         Tensor dqkv = empty(g->shape, g->dtype), dO_rows = contiguous(dO);
         b.dO = heads_view(dO_rows, 0, 1, H);
-        b.dq = heads_view(dqkv, 0, 3, H), b.dk = heads_view(dqkv, 1, 3, H), b.dv = heads_view(dqkv, 2, 3, H);
+        b.dq = heads_view(dqkv, 0, 3, H), b.dk = heads_view(dqkv, 1, 3, H),
+        b.dv = heads_view(dqkv, 2, 3, H);
         run_pass(impl.backward, b);
         add_gradient(g, dqkv);
     });
     return o;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The experiments of sections 1.2 and 1.3: rows of the table on random inputs, and on a file's.
 
 struct AttentionCase {
@@ -756,7 +835,8 @@ struct Passes {  // of one implementation on given inputs, row-major and of one 
     }
     void forward(bool with_L = false) {
         if (!impl.run) {
-            t.o = empty(t.q.shape, t.q.dtype), t.L = empty({t.q.dim(0), t.q.dim(1), t.q.dim(2)}, F32);
+            t.o = empty(t.q.shape, t.q.dtype),
+            t.L = empty({t.q.dim(0), t.q.dim(1), t.q.dim(2)}, F32);
             return run_pass(impl.forward, t);
         }
         RestoreContext restore;
@@ -765,7 +845,8 @@ struct Passes {  // of one implementation on given inputs, row-major and of one 
     }
     void backward() {
         if (!impl.run) {
-            t.dq = empty(t.q.shape, t.q.dtype), t.dk = empty(t.k.shape, t.k.dtype), t.dv = empty(t.v.shape, t.v.dtype);
+            t.dq = empty(t.q.shape, t.q.dtype), t.dk = empty(t.k.shape, t.k.dtype),
+            t.dv = empty(t.v.shape, t.v.dtype);
             return run_pass(impl.backward, t);
         }
         backward_from(t.o, t.dO);
@@ -790,14 +871,15 @@ static std::vector<Tensor> outputs_of(const AttentionImpl& impl, const Attention
 
 // On context.device. auto: the fastest with tiles, or else fused.
 static const AttentionImpl& impl_named(const std::string& name, DType dtype = F32, int64_t D = 64) {
-    const AttentionImpl* fastest = name == "auto" ? fastest_flash(context.device, dtype, D) : nullptr;
+    const AttentionImpl* fastest =
+        name == "auto" ? fastest_flash(context.device, dtype, D) : nullptr;
     if (fastest) { return *fastest; }
     for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
         const bool is_named = impl.name == (name == "auto" ? "fused" : name);
         if (is_named && impl.device == context.device && impl.takes(dtype, D)) { return impl; }
     }
-    usage_error("--impl %s: takes no %s with head size %ld on %s", name.c_str(), name_of(dtype), (long)D,
-                name_of(context.device));
+    usage_error("--impl %s: takes no %s with head size %ld on %s", name.c_str(), name_of(dtype),
+                (long)D, name_of(context.device));
 }
 
 struct PassTimes {  // ms
@@ -830,7 +912,8 @@ static size_t peak_of_passes(const AttentionImpl& impl, const AttentionCase& c, 
         p.forward(), p.backward();
     });
 }
-static PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, DType dtype, const Effort& e) {
+static PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, DType dtype,
+                            const Effort& e) {
     PassTimes t;
     const std::string row = strprintf("S %d, D %d, %s, %s", c.Tq, c.D, name_of(dtype), impl.name);
     t.oom = run_if_fits(row, peak_of_passes(impl, c, dtype), [&] {
@@ -845,13 +928,17 @@ static PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, D
     });
     return t;
 }
-static std::string ms(const PassTimes& t, Pass p) { return t.oom ? oom_cell(t.oom) : strprintf("%.3f", (t.*p).median); }
-static double times_as_fast(const AttentionRun& r, Pass p) { return (r.naive.*p).median / (r.other.*p).median; }
+static std::string ms(const PassTimes& t, Pass p) {
+    return t.oom ? oom_cell(t.oom) : strprintf("%.3f", (t.*p).median);
+}
+static double times_as_fast(const AttentionRun& r, Pass p) {
+    return (r.naive.*p).median / (r.other.*p).median;
+}
 static std::string speedup(const AttentionRun& r, Pass p) {
     return r.naive.oom || r.other.oom ? "" : strprintf("%.2fx", times_as_fast(r, p));
 }
-// "faster in 17 of the 20 configurations that fit (0.58 to 5.76 times as fast), slower in 2, level in 1. In 4 memory
-// runs out"
+// "faster in 17 of the 20 configurations that fit (0.58 to 5.76 times as fast), slower in 2, level
+// in 1. In 4 memory runs out"
 static std::string compared(const std::vector<AttentionRun>& runs, Pass p, DType dtype = F32) {
     int fit = 0, oom = 0;
     std::vector<double> times;  // where they are not level, in order
@@ -864,17 +951,21 @@ static std::string compared(const std::vector<AttentionRun>& runs, Pass p, DType
     std::sort(times.begin(), times.end());
     const int apart = (int)times.size(),
               slower = (int)(std::lower_bound(times.begin(), times.end(), 1) - times.begin());
-    std::string text =
-        fit > 0 && apart - slower == fit ? "faster in all " : strprintf("faster in %d of the ", apart - slower);
+    std::string text = fit > 0 && apart - slower == fit
+                           ? "faster in all "
+                           : strprintf("faster in %d of the ", apart - slower);
     text += counted(fit, "configuration") + " that fit";
-    if (apart > 0) { text += strprintf(" (%.2f to %.2f times as fast)", times.front(), times.back()); }
+    if (apart > 0) {
+        text += strprintf(" (%.2f to %.2f times as fast)", times.front(), times.back());
+    }
     if (slower > 0) { text += strprintf(", slower in %d", slower); }
     if (fit > apart) { text += strprintf(", level in %d", fit - apart); }
     return text + (oom > 0 ? strprintf(". In %d memory runs out", oom) : "");
 }
 // Naive and another implementation (null: naive alone) at each head size and length.
-static std::vector<AttentionRun> time_all(const AttentionImpl* other, int B, bool causal, DType dtype,
-                                          const std::vector<int>& lengths, const Effort& effort) {
+static std::vector<AttentionRun> time_all(const AttentionImpl* other, int B, bool causal,
+                                          DType dtype, const std::vector<int>& lengths,
+                                          const Effort& effort) {
     std::vector<AttentionRun> runs;
     for (int D : {16, 32, 64, 128}) {
         for (int S : lengths) {
@@ -886,8 +977,9 @@ static std::vector<AttentionRun> time_all(const AttentionImpl* other, int B, boo
     return runs;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// pytorch_attention, and torch_compile (a): batch 8, no heads, no mask, fp32, head sizes and lengths on a grid
+// -------------------------------------------------------------------------------------------------
+// pytorch_attention, and torch_compile (a): batch 8, no heads, no mask, fp32, head sizes and
+// lengths on a grid
 
 constexpr int GRID_BATCH = 8;
 static std::vector<AttentionRun> run_grid(const Options& o, const AttentionImpl* other) {
@@ -895,14 +987,21 @@ static std::vector<AttentionRun> run_grid(const Options& o, const AttentionImpl*
     return time_all(other, GRID_BATCH, false, F32, o.quick ? quick : all, {o.steps});
 }
 static std::string grid_caption(const Options& o, const char* what) {
-    return strprintf("%s; batch %d, no heads, no mask, precision fp32, 3 warmup, median of %d passes of each kind",
-                     what, GRID_BATCH, o.steps);
+    return strprintf(
+        "%s; batch %d, no heads, no mask, precision fp32, 3 warmup, median of %d passes of each "
+        "kind",
+        what, GRID_BATCH, o.steps);
 }
 
-// Bytes that naive holds when backward starts, in fp32: exp(S - m) and P; q, k, v, O and dO; maximum and sum of a row.
-static double saved_by_naive(double B, double S, double D) { return 4 * B * (2 * S * S + 5 * S * D + 2 * S); }
-// S: of the smallest power of 2 whose passes do not fit; peak: what they would hold at most; both predicted.
-static void answer_pytorch_attention(const std::vector<AttentionRun>& runs, int S, size_t peak, size_t available) {
+// Bytes that naive holds when backward starts, in fp32: exp(S - m) and P; q, k, v, O and dO;
+// maximum and sum of a row.
+static double saved_by_naive(double B, double S, double D) {
+    return 4 * B * (2 * S * S + 5 * S * D + 2 * S);
+}
+// S: of the smallest power of 2 whose passes do not fit; peak: what they would hold at most; both
+// predicted.
+static void answer_pytorch_attention(const std::vector<AttentionRun>& runs, int S, size_t peak,
+                                     size_t available) {
     const double MiB = 1048576, GiB = 1024 * MiB, square = 4.0 * GRID_BATCH * S * S;
     const int D = runs[0].D;
     std::vector<AttentionRun> fit;  // of that head size
@@ -915,41 +1014,46 @@ static void answer_pytorch_attention(const std::vector<AttentionRun>& runs, int 
     if (fit.size() > 1) {
         const AttentionRun &last = fit.back(), &before = fit[fit.size() - 2];
         answer("a",
-               "The memory saved for backward grows %.2f times from S %d to %d, with S^2. It is then %.1f MiB, of "
-               "which the formula below explains %.1f.",
+               "The memory saved for backward grows %.2f times from S %d to %d, with S^2. It is "
+               "then %.1f MiB, of which the formula below explains %.1f.",
                (double)last.naive.held / before.naive.held, before.S, last.S, last.naive.held / MiB,
                saved_by_naive(GRID_BATCH, last.S, D) / MiB);
     }
-    answer(
-        "a",
-        "The smallest configuration that does not fit (doubling S, predicted), S %d and D %d, needs %.1f GiB of %.1f. "
-        "When backward starts, it holds exp(S - m) and P, 2 x 4 B S^2 = 2 x 4 x %d x %d^2 bytes = %.1f GiB; q, k, v, "
-        "O and dO, 5 x 4 B S D = %.1f MiB; and two numbers per row, 2 x 4 B S = %.1f MiB. At backward's peak it "
-        "holds %.0f arrays of B S^2, dP among them.",
-        S, D, peak / GiB, available / GiB, GRID_BATCH, S, 2 * square / GiB, 20.0 * GRID_BATCH * S * D / MiB,
-        8.0 * GRID_BATCH * S / MiB, std::floor(peak / square));
     answer("a",
-           "FlashAttention removes this cost: it keeps L, one number per query, and computes P again in backward. It "
-           "would hold q, k, v, O, dO and L, %.1f MiB.",
+           "The smallest configuration that does not fit (doubling S, predicted), S %d and D %d, "
+           "needs %.1f GiB of %.1f. When backward starts, it holds exp(S - m) and P, 2 x 4 B S^2 = "
+           "2 x 4 x %d x %d^2 bytes = %.1f GiB; q, k, v, O and dO, 5 x 4 B S D = %.1f MiB; and two "
+           "numbers per row, 2 x 4 B S = %.1f MiB. At backward's peak it holds %.0f arrays of B "
+           "S^2, dP among them.",
+           S, D, peak / GiB, available / GiB, GRID_BATCH, S, 2 * square / GiB,
+           20.0 * GRID_BATCH * S * D / MiB, 8.0 * GRID_BATCH * S / MiB, std::floor(peak / square));
+    answer("a",
+           "FlashAttention removes this cost: it keeps L, one number per query, and computes P "
+           "again in backward. It would hold q, k, v, O, dO and L, %.1f MiB.",
            4 * GRID_BATCH * S * (5.0 * D + 1) / MiB);
 }
 int cmd_pytorch_attention(const Options& o) {
     context.device = choose_device(o.device);
     const std::vector<AttentionRun> runs = run_grid(o, nullptr);
-    Table table{grid_caption(o, "pytorch_attention: one kernel per operation; times in s, memory in MiB"),
-                {"d_model", "seq_len", "forward_time", "backward_time", "memory_usage_mb", "status"}};
+    Table table{
+        grid_caption(o, "pytorch_attention: one kernel per operation; times in s, memory in MiB"),
+        {"d_model", "seq_len", "forward_time", "backward_time", "memory_usage_mb", "status"}};
     for (const AttentionRun& r : runs) {
         const PassTimes& t = r.naive;
-        auto cell = [&](const char* format, double x) { return t.oom ? "N/A" : strprintf(format, x); };
-        table.row(r.D, r.S, cell("%.6f", t.forward.median / 1e3), cell("%.6f", t.backward.median / 1e3),
-                  cell("%.2f", t.held / 1048576.0), t.oom ? oom_cell(t.oom) : "OK");
+        auto cell = [&](const char* format, double x) {
+            return t.oom ? "N/A" : strprintf(format, x);
+        };
+        table.row(r.D, r.S, cell("%.6f", t.forward.median / 1e3),
+                  cell("%.6f", t.backward.median / 1e3), cell("%.2f", t.held / 1048576.0),
+                  t.oom ? oom_cell(t.oom) : "OK");
     }
     print(table);
     const size_t available = available_memory(context.device);
     size_t peak = 0;
     int S = 128;
     while (peak <= available) {
-        S *= 2, peak = peak_of_passes(impl_named("naive"), {GRID_BATCH, 1, S, S, runs[0].D, false}, F32);
+        S *= 2, peak = peak_of_passes(impl_named("naive"), {GRID_BATCH, 1, S, S, runs[0].D, false},
+                                      F32);
     }
     answer_pytorch_attention(runs, S, peak, available);
     return 0;
@@ -957,25 +1061,26 @@ int cmd_pytorch_attention(const Options& o) {
 
 static void answer_torch_compile_attention(const std::vector<AttentionRun>& runs) {
     answer("a",
-           "Compiled attention's forward is %s. Its backward is %s. \"Compiled\" is our softmax, fused into one kernel "
-           "by hand; torch.compile itself did not run.",
+           "Compiled attention's forward is %s. Its backward is %s. \"Compiled\" is our softmax, "
+           "fused into one kernel by hand; torch.compile itself did not run.",
            compared(runs, FW).c_str(), compared(runs, BW).c_str());
 }
 void torch_compile_attention(const Options& o) {
     const std::vector<AttentionRun> runs = run_grid(o, &impl_named("fused"));
-    Table table{
-        grid_caption(o, "torch_compile (a): attention, vanilla = one kernel per operation, compiled = fused softmax"),
-        {"d_model", "seq_len", "vanilla fw ms", "compiled fw ms", "speedup fw", "vanilla bw ms", "compiled bw ms",
-         "speedup bw"}};
+    Table table{grid_caption(o,
+                             "torch_compile (a): attention, vanilla = one kernel per operation, "
+                             "compiled = fused softmax"),
+                {"d_model", "seq_len", "vanilla fw ms", "compiled fw ms", "speedup fw",
+                 "vanilla bw ms", "compiled bw ms", "speedup bw"}};
     for (const AttentionRun& r : runs) {
-        table.row(r.D, r.S, ms(r.naive, FW), ms(r.other, FW), speedup(r, FW), ms(r.naive, BW), ms(r.other, BW),
-                  speedup(r, BW));
+        table.row(r.D, r.S, ms(r.naive, FW), ms(r.other, FW), speedup(r, FW), ms(r.naive, BW),
+                  ms(r.other, BW), speedup(r, BW));
     }
     print(table);
     answer_torch_compile_attention(runs);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // weighted_sum: both passes timed, and held to what the tape makes of sum(w x) in fp64
 
 struct MemoryRates {
@@ -991,9 +1096,12 @@ static MemoryRates weighted_sum_row(Table& table, int64_t N, int64_t D) {
     const double backward = ms_of([&] { weighted_sum_backward(dx, dw, dy, x, w); });
     double error = 0;
     auto check = [&](const Tensor& got, const Tensor& want, int64_t terms) {
-        const double tolerance = 1e-6 * std::sqrt((double)terms) + 1e-6;  // rounding errors of a sum: a random walk
+        // rounding errors of a sum: a random walk
+        const double tolerance = 1e-6 * std::sqrt((double)terms) + 1e-6;
         const Comparison c = compare(got, want, tolerance, 4 * tolerance);
-        if (!c.ok()) { fail("weighted_sum of %s: %s", to_string(x.shape).c_str(), to_string(c).c_str()); }
+        if (!c.ok()) {
+            fail("weighted_sum of %s: %s", to_string(x.shape).c_str(), to_string(c).c_str());
+        }
         error = std::max(error, c.max_abs);
     };
     const bool small = N * D <= 1 << 20;  // a large one's truth would take 9 GB
@@ -1007,7 +1115,8 @@ static MemoryRates weighted_sum_row(Table& table, int64_t N, int64_t D) {
         check(dx, x64.gradient->value, 1), check(dw, w64.gradient->value, N);
     }
     const double GB_ms = 1e-6 * sizeof(float);  // of one number in one ms, in GB/s
-    const MemoryRates rates = {GB_ms * (N * D + D + N) / forward, GB_ms * (2 * N * D + 2 * D + N) / backward,
+    const MemoryRates rates = {GB_ms * (N * D + D + N) / forward,
+                               GB_ms * (2 * N * D + 2 * D + N) / backward,
                                GB_ms * 2 * N * D / copied};
     table.row(N, D, forward, rates.forward, backward, rates.backward, rates.copy,
               small ? strprintf("%.1e", error) : "");
@@ -1019,29 +1128,34 @@ static void answer_weighted_sum(const MemoryRates& r) {
                rate >= 0.8 * r.copy ? "bounds" : "does not bound", pass, rate, r.copy);
     }
     answer("",
-           "Per number of x, forward does two FLOPs and reads 4 bytes, backward does three, reads 4 bytes and writes "
-           "4.");
+           "Per number of x, forward does two FLOPs and reads 4 bytes, backward does three, reads "
+           "4 bytes and writes 4.");
 }
 int cmd_weighted_sum(const Options& o) {
     context.device = choose_device(o.device);
-    Table table{"weighted_sum: forward and backward, fp32, median of 10 runs after 2, errors against fp64",
-                {"N", "D", "forward ms", "GB/s", "backward ms", "GB/s", "copy GB/s", "max error"}};
-    for (auto [N, D] : {std::pair{1, 1}, {1, 7}, {3, 1}, {31, 33}, {257, 129}, {1000, 1023}, {5, 4097}}) {
+    Table table{
+        "weighted_sum: forward and backward, fp32, median of 10 runs after 2, errors against fp64",
+        {"N", "D", "forward ms", "GB/s", "backward ms", "GB/s", "copy GB/s", "max error"}};
+    for (auto [N, D] :
+         {std::pair{1, 1}, {1, 7}, {3, 1}, {31, 33}, {257, 129}, {1000, 1023}, {5, 4097}}) {
         weighted_sum_row(table, N, D);
     }
-    const MemoryRates largest = o.quick ? weighted_sum_row(table, 2048, 512) : weighted_sum_row(table, 65536, 4096);
+    const MemoryRates largest =
+        o.quick ? weighted_sum_row(table, 2048, 512) : weighted_sum_row(table, 65536, 4096);
     print(table);
     answer_weighted_sum(largest);
     return 0;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// flash_forward, flash_backward: all that runs here against the reference, at the handout's test size and at odd ones
+// -------------------------------------------------------------------------------------------------
+// flash_forward, flash_backward: all that runs here against the reference, at the handout's test
+// size and at odd ones
 
 static const std::vector<AttentionCase> check_cases = {
-    {4, 1, 128, 128, 64, false}, {4, 1, 128, 128, 64, true},   {1, 2, 1, 1, 16, true},      {2, 3, 65, 65, 32, true},
-    {1, 2, 127, 200, 80, false}, {1, 2, 200, 127, 80, true},   {2, 1, 257, 129, 128, true}, {1, 1, 63, 300, 128, true},
-    {1, 2, 700, 500, 64, false}, {1, 2, 500, 300, 128, false}, {1, 1, 500, 300, 80, false},
+    {4, 1, 128, 128, 64, false},  {4, 1, 128, 128, 64, true},  {1, 2, 1, 1, 16, true},
+    {2, 3, 65, 65, 32, true},     {1, 2, 127, 200, 80, false}, {1, 2, 200, 127, 80, true},
+    {2, 1, 257, 129, 128, true},  {1, 1, 63, 300, 128, true},  {1, 2, 700, 500, 64, false},
+    {1, 2, 500, 300, 128, false}, {1, 1, 500, 300, 80, false},
 };
 struct ResultError {
     double largest = 0, of_bound = 0;  // of_bound: the largest share of an element's bound
@@ -1052,15 +1166,16 @@ static ResultError error_of(const Tensor& got, const Tensor& want, const Tensor&
     for (size_t i = 0; i < y.size(); i++) {
         const double error = std::fabs(x[i] - y[i]);
         e.largest = std::max(e.largest, error);
-        e.of_bound = std::max(e.of_bound, std::isfinite(error) ? error / (b[i] + DBL_MIN) : INFINITY);
+        e.of_bound =
+            std::max(e.of_bound, std::isfinite(error) ? error / (b[i] + DBL_MIN) : INFINITY);
     }
     return e;
 }
 // Prints the table and the verdict. The exit code: 1 where a row is WRONG.
 static int check_attention(const Options& o, const char* name, bool with_backward) {
     const Device device = choose_device(o.device);
-    Table table{strprintf("%s: largest error against the reference in float64; WRONG: above what rounding S, P, dP, dS "
-                          "and the results to the dtype may cost",
+    Table table{strprintf("%s: largest error against the reference in float64; WRONG: above what "
+                          "rounding S, P, dP, dS and the results to the dtype may cost",
                           name),
                 {"implementation", "dtype", "B, H, Tq, Tk, D", "causal", "O", "L"}};
     if (with_backward) { table.columns.insert(table.columns.end(), {"dQ", "dK", "dV"}); }
@@ -1075,11 +1190,13 @@ static int check_attention(const Options& o, const char* name, bool with_backwar
             if (!with_backward) { in.dO = Tensor(); }
             const Reference want = reference(in, dtype);
             for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
-                const bool is_tiled = impl.device == CPU && impl.forward;  // flash_forward (a)'s, which needs no GPU
+                // flash_forward (a)'s, which needs no GPU
+                const bool is_tiled = impl.device == CPU && impl.forward;
                 if (!(impl.device == device || is_tiled) || !impl.takes(dtype, c.D)) { continue; }
                 context.device = impl.device;
                 const std::vector<Tensor> got = outputs_of(impl, as_type(dtype, in));
-                table.row(impl.name, dtype, strprintf("%d, %d, %d, %d, %d", c.B, c.H, c.Tq, c.Tk, c.D),
+                table.row(impl.name, dtype,
+                          strprintf("%d, %d, %d, %d, %d", c.B, c.H, c.Tq, c.Tk, c.D),
                           c.causal ? "yes" : "no");
                 double of_bound = 0;
                 for (size_t i = 0; i < got.size(); i++) {
@@ -1098,38 +1215,45 @@ static int check_attention(const Options& o, const char* name, bool with_backwar
     if (wrong > 0) {
         answer("", "%zu of %zu checks are WRONG.", wrong, table.rows.size());
     } else {
-        answer("", "All %zu checks pass: no error is above %.2f of its bound.", table.rows.size(), worst);
+        answer("", "All %zu checks pass: no error is above %.2f of its bound.", table.rows.size(),
+               worst);
     }
     return wrong > 0;
 }
 int cmd_flash_forward(const Options& o) {
     const int exit_code = check_attention(o, "flash_forward", false);
     answer("a", "`tiled` is the plain version: FlashAttention-2 in C++, without a kernel.");
-    answer("b", "A block of a kernel works on one tile of queries of one head and loops over the tiles of keys.%s",
+    answer("b",
+           "A block of a kernel works on one tile of queries of one head and loops over the tiles "
+           "of keys.%s",
            context.device == CPU ? " None ran: they need a GPU." : "");
     answer("c",
-           "A masked score becomes -inf where the handout adds -1e6. Both give the probability 0, because each query "
-           "sees at least key 0.");
+           "A masked score becomes -inf where the handout adds -1e6. Both give the probability 0, "
+           "because each query sees at least key 0.");
     return exit_code;
 }
 int cmd_flash_backward(const Options& o) {
     const int exit_code = check_attention(o, "flash_backward", true);
-    answer("", "Backward computes P again, from L, and takes D = rowsum(O dO) in place of rowsum(P dP).");
+    answer(
+        "",
+        "Backward computes P again, from L, and takes D = rowsum(O dO) in place of rowsum(P dP).");
     return exit_code;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // flash_benchmarking: FlashAttention against naive, batch 1, one head, causal
 
 static void answer_flash_benchmarking(const std::vector<AttentionRun>& runs) {
     for (DType dtype : {BF16, F32}) {
-        if (std::none_of(runs.begin(), runs.end(), [&](const AttentionRun& r) { return r.dtype == dtype; })) {
+        if (std::none_of(runs.begin(), runs.end(),
+                         [&](const AttentionRun& r) { return r.dtype == dtype; })) {
             answer("a", "No implementation of flash on this device takes %s.", name_of(dtype));
             continue;
         }
-        answer("a", "Compared with naive, flash (forward and backward) in %s is %s.", name_of(dtype),
-               compared(runs, BOTH, dtype).c_str());
-        const AttentionRun *first = nullptr, *last = nullptr;  // of those whose naive takes the same time
+        answer("a", "Compared with naive, flash (forward and backward) in %s is %s.",
+               name_of(dtype), compared(runs, BOTH, dtype).c_str());
+        // of those whose naive takes the same time
+        const AttentionRun *first = nullptr, *last = nullptr;
         for (const AttentionRun& r : runs) {
             if (r.dtype != dtype || r.D != runs[0].D || r.naive.oom) { continue; }
             if (!first) { first = &r; }
@@ -1137,9 +1261,10 @@ static void answer_flash_benchmarking(const std::vector<AttentionRun>& runs) {
         }
         if (context.device == CUDA && last && last->S >= 4 * first->S) {
             answer("a",
-                   "Up to S %d naive's time is that of launching its kernels: at D %d it takes %.3f ms at S %d and "
-                   "%.3f at S %d.",
-                   last->S, first->D, first->naive.both.median, first->S, last->naive.both.median, last->S);
+                   "Up to S %d naive's time is that of launching its kernels: at D %d it takes "
+                   "%.3f ms at S %d and %.3f at S %d.",
+                   last->S, first->D, first->naive.both.median, first->S, last->naive.both.median,
+                   last->S);
         }
     }
 }
@@ -1150,41 +1275,51 @@ int cmd_flash_benchmarking(const Options& o) {
     const double budget = o.quick ? 20 : 100;
     std::vector<AttentionRun> runs;
     for (DType dtype : {BF16, F32}) {
-        const AttentionImpl* flash = fastest_flash(context.device, dtype, 64);  // none: bf16 on the CPU
+        // none: bf16 on the CPU
+        const AttentionImpl* flash = fastest_flash(context.device, dtype, 64);
         if (!flash) { continue; }
-        for (const AttentionRun& r : time_all(flash, 1, true, dtype, lengths, {0, budget / 4, budget})) {
+        for (const AttentionRun& r :
+             time_all(flash, 1, true, dtype, lengths, {0, budget / 4, budget})) {
             runs.push_back(r);
         }
     }
     Table table{
-        strprintf("flash_benchmarking: batch 1, one head, causal, ms (median of %.0f ms of runs)", budget),
-        {"Seq", "D", "dtype", "Naive Fwd", "Naive Bwd", "Naive Tot", "Flash Fwd", "Flash Bwd", "Flash Tot", "x Tot"}};
+        strprintf("flash_benchmarking: batch 1, one head, causal, ms (median of %.0f ms of runs)",
+                  budget),
+        {"Seq", "D", "dtype", "Naive Fwd", "Naive Bwd", "Naive Tot", "Flash Fwd", "Flash Bwd",
+         "Flash Tot", "x Tot"}};
     for (const AttentionRun& r : runs) {
-        table.row(r.S, r.D, r.dtype, ms(r.naive, FW), ms(r.naive, BW), ms(r.naive, BOTH), ms(r.other, FW),
-                  ms(r.other, BW), ms(r.other, BOTH), speedup(r, BOTH));
+        table.row(r.S, r.D, r.dtype, ms(r.naive, FW), ms(r.naive, BW), ms(r.naive, BOTH),
+                  ms(r.other, FW), ms(r.other, BW), ms(r.other, BOTH), speedup(r, BOTH));
     }
     print(table);
     answer_flash_benchmarking(runs);
     return 0;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // flash_leaderboard: forward and backward of one long causal sequence
 
 static double tflops_of(const AttentionCase& c, const PassTimes& t) {  // of half of S^2
     return t.oom ? NAN : 3.5 * 2 * c.H * c.Tq * (double)c.Tk * c.D / t.both.median / 1e9;
 }
-static void answer_flash_leaderboard(const std::string& impl, const AttentionCase& c, const PassTimes& t) {
-    answer("", "Our fastest, %s, takes %.3f ms for forward and backward (%.3g TFLOP/s), %.3f ms for forward alone.",
+static void answer_flash_leaderboard(const std::string& impl, const AttentionCase& c,
+                                     const PassTimes& t) {
+    answer("",
+           "Our fastest, %s, takes %.3f ms for forward and backward (%.3g TFLOP/s), %.3f ms for "
+           "forward alone.",
            impl.c_str(), t.both.median, tflops_of(c, t), t.forward.median);
     if (c.H == 16 && c.D == 64 && c.Tq == 16384 && matmul_dtype() == BF16) {
-        answer("", "The class leaderboard of 2025 was led with 5.364 ms at these sizes, in Triton on an H100.");
+        answer("",
+               "The class leaderboard of 2025 was led with 5.364 ms at these sizes, in Triton on "
+               "an H100.");
     }
 }
 int cmd_flash_leaderboard(const Options& o) {
     const int D = o.d_model / o.num_heads;
     if (D * o.num_heads != o.d_model || !flash_head_size(D)) {
-        usage_error("--d_model %d: takes 16, 32, 64, 80 or 128 times --num_heads %d", o.d_model, o.num_heads);
+        usage_error("--d_model %d: takes 16, 32, 64, 80 or 128 times --num_heads %d", o.d_model,
+                    o.num_heads);
     }
     context.device = choose_device(o.device);
     const bool only_fp32 = context.device == CPU && !o.has("precision");
@@ -1192,23 +1327,28 @@ int cmd_flash_leaderboard(const Options& o) {
     const AttentionCase c{1, o.num_heads, o.context_length, o.context_length, D, true};
     std::vector<const AttentionImpl*> asked;
     for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
-        const bool runs = impl.device == context.device && impl.forward && impl.takes(matmul_dtype(), D);
+        const bool runs =
+            impl.device == context.device && impl.forward && impl.takes(matmul_dtype(), D);
         if (o.impl == "all" && runs) { asked.push_back(&impl); }
     }
     if (asked.empty()) { asked = {&impl_named(o.impl, matmul_dtype(), D)}; }
     const Effort effort = {0, o.quick ? 100.0 : 1000, o.quick ? 500.0 : 10000};
-    Table table{strprintf("flash_leaderboard: batch 1, %s, D %d, S %d, %s, causal; %.2g s of warm-up, %.2g s of runs, "
-                          "median",
-                          counted(c.H, "head").c_str(), c.D, c.Tq, name_of(context.precision), effort.warmup / 1e3,
-                          effort.ms / 1e3),
-                {"implementation", "forward ms", "backward ms", "forward+backward ms", "TFLOP/s", "% of peak"}};
+    Table table{strprintf("flash_leaderboard: batch 1, %s, D %d, S %d, %s, causal; %.2g s of "
+                          "warm-up, %.2g s of runs, median",
+                          counted(c.H, "head").c_str(), c.D, c.Tq, name_of(context.precision),
+                          effort.warmup / 1e3, effort.ms / 1e3),
+                {"implementation", "forward ms", "backward ms", "forward+backward ms", "TFLOP/s",
+                 "% of peak"}};
     std::string best;
     PassTimes best_times;
     for (const AttentionImpl* impl : asked) {
         const PassTimes t = pass_times(*impl, c, matmul_dtype(), effort);
         table.row(impl->name, ms(t, FW), ms(t, BW), ms(t, BOTH), tflops_of(c, t),
-                  percent_of_peak(tflops_of(c, t), matmul_dtype() == F32 ? FP32 : context.precision));
-        if (!t.oom && (best.empty() || t.both.median < best_times.both.median)) { best = impl->name, best_times = t; }
+                  percent_of_peak(tflops_of(c, t),
+                                  matmul_dtype() == F32 ? FP32 : context.precision));
+        if (!t.oom && (best.empty() || t.both.median < best_times.both.median)) {
+            best = impl->name, best_times = t;
+        }
     }
     print(table);
     if (best.empty()) { fail("flash_leaderboard: no row fits into memory"); }
@@ -1216,13 +1356,15 @@ int cmd_flash_leaderboard(const Options& o) {
     return 0;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // attention: your q, k, v (and do) in, our o, lse (and dq, dk, dv) out
 
 static Tensor from_file(const FileTensor& f, const std::string& path) {
     Shape shape = f.shape;
     if (shape.size() == 3) { shape.insert(shape.begin() + 1, 1); }
-    if (count(shape) == 0) { fail("%s: a tensor is empty, %s", path.c_str(), to_string(f.shape).c_str()); }
+    if (count(shape) == 0) {
+        fail("%s: a tensor is empty, %s", path.c_str(), to_string(f.shape).c_str());
+    }
     Tensor t = empty_on(CPU, shape, f.dtype == "BF16" ? BF16 : F32, INPUTS);
     memcpy(t.data, f.data, f.bytes);
     return to_device(t, context.device);
@@ -1238,12 +1380,16 @@ int cmd_attention(const Options& o) {
     const FileTensor fk = require_tensor(file, "k", keys, {fq.dtype}),
                      fv = require_tensor(file, "v", fk.shape, {fq.dtype});
     require_no_others(file, {"q", "k", "v", "do"}, "q, k, v or do");
-    AttentionTensors in{from_file(fq, o.inputs), from_file(fk, o.inputs), from_file(fv, o.inputs), o.causal};
-    if (file.tensors.count("do")) { in.dO = from_file(require_tensor(file, "do", shape, {fq.dtype}), o.inputs); }
+    AttentionTensors in{from_file(fq, o.inputs), from_file(fk, o.inputs), from_file(fv, o.inputs),
+                        o.causal};
+    if (file.tensors.count("do")) {
+        in.dO = from_file(require_tensor(file, "do", shape, {fq.dtype}), o.inputs);
+    }
     const AttentionImpl& impl = impl_named(o.impl, in.q.dtype, shape.back());
     const std::vector<Tensor> outputs = outputs_of(impl, in);
     const char* names[] = {"o", "lse", "dq", "dk", "dv"};
-    const Shape shapes[] = {shape, Shape(shape.begin(), shape.end() - 1), shape, fk.shape, fk.shape};
+    const Shape shapes[] = {shape, Shape(shape.begin(), shape.end() - 1), shape, fk.shape,
+                            fk.shape};
     std::vector<Tensor> kept;
     std::vector<std::pair<std::string, FileTensor>> out;
     for (size_t i = 0; i < outputs.size(); i++) {
@@ -1251,7 +1397,7 @@ int cmd_attention(const Options& o) {
         out.push_back({names[i], describe(kept.back())});
     }
     save_safetensors(o.out, out, {{"format", "pt"}});
-    printf("attention: implementation %s on %s; wrote %zu tensors to %s\n", impl.name, name_of(context.device),
-           out.size(), one_line(o.out).c_str());
+    printf("attention: implementation %s on %s; wrote %zu tensors to %s\n", impl.name,
+           name_of(context.device), out.size(), one_line(o.out).c_str());
     return 0;
 }

@@ -1,24 +1,30 @@
 // cs336.h: the map. What crosses the files of this folder; what lib/ offers is in lib/lib.h.
 //   precision.cu  section 1.1.5: fp16 and bf16, sums, what autocast does, loss scaling
 //   layers.cu     the Transformer's ops, each as formula, loop and kernel
-//   attention.cu  sections 1.2 and 1.3: attention by its definition and by tiles, all implementations in one table
-//   model.cu      the Transformer LM, AdamW, a training step; 1.1.3, 1.3 (b), gradient checkpointing, `train`, `model`
-//   profile.cu    sections 1.1.4 and 1.1.6: which kernels a step spends its time in, where its memory goes
-//   ddp.cu        sections 2 and 3: all-reduce, data parallel training in four ways, the sharded optimizer
+//   attention.cu  sections 1.2 and 1.3: attention by its definition and by tiles, all
+//                 implementations in one table
+//   model.cu      the Transformer LM, AdamW, a training step; 1.1.3, 1.3 (b), gradient
+//                 checkpointing, `train`, `model`
+//   profile.cu    sections 1.1.4 and 1.1.6: which kernels a step spends its time in, where its
+//                 memory goes
+//   ddp.cu        sections 2 and 3: all-reduce, data parallel training in four ways, the sharded
+//                 optimizer
 //   fsdp.cu       the 2026 handout's sections 7 to 9: FSDP, the calculations, the 8.1B step
 //   main.cu       the command line
 //
 // Letters, where a section does not define its own:
-//   B batch, T positions (context length; the handout's S), C model width d_model, H heads, D head size (C/H),
-//   F width of the feed-forward (d_ff), V vocabulary, L layers (in attention: the logsumexp), N rows (usually B*T; in
-//   ddp.cu: ranks). A template's T is an element's type, and its W a pack's width.
-//   dx is the gradient of the loss with respect to x. Shapes are row-major, the last index runs fastest.
+//   B batch, T positions (context length; the handout's S), C model width d_model, H heads,
+//   D head size (C/H), F width of the feed-forward (d_ff), V vocabulary, L layers (in attention:
+//   the logsumexp), N rows (usually B*T; in ddp.cu: ranks). A template's T is an element's type,
+//   and its W a pack's width.
+//   dx is the gradient of the loss with respect to x. Shapes are row-major, the last index runs
+//   fastest.
 #pragma once
 #include "lib/lib.h"
 
 #include <array>
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The command line; main.cu says which command takes which options.
 
 struct Options {
@@ -55,23 +61,23 @@ inline int run_ranks(const Options& o, const std::function<void(const Communicat
     return join_ranks(o.has("nproc") ? o.nproc : 0, o.device, o.backend, o.timeout, f);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // precision.cu: what autocast does
 
 void print_toy_models();  // benchmarking_mixed_precision (a) and (b): their tables and answers
 
-// fp16's loss scaling (PyTorch's GradScaler): a step whose gradients hold inf or NaN is skipped and the scale halved;
-// after `growth_interval` good steps in a row it doubles.
+// fp16's loss scaling (PyTorch's GradScaler): a step whose gradients hold inf or NaN is skipped and
+// the scale halved; after `growth_interval` good steps in a row it doubles.
 struct LossScaler {
     float scale = 65536;
     int good_steps = 0, growth_interval = 2000;
 };
 void update_scale(LossScaler& scaler, bool found_inf);
 
-// ---------------------------------------------------------------------------------------------------------------------
-// attention.cu: O = softmax(Q K^T / sqrt(D)) V; q [B,H,Tq,D], k and v [B,H,Tk,D] -> [B,H,Tq,D], any strides. Causal:
-// query i sees keys j <= i, counted from the start, also where Tq != Tk. L [B,H,Tq] fp32 (if wanted): the logsumexp of
-// each row, L_i = log sum_j exp(S_ij).
+// -------------------------------------------------------------------------------------------------
+// attention.cu: O = softmax(Q K^T / sqrt(D)) V; q [B,H,Tq,D], k and v [B,H,Tk,D] -> [B,H,Tq,D], any
+// strides. Causal: query i sees keys j <= i, counted from the start, also where Tq != Tk. L
+// [B,H,Tq] fp32 (if wanted): the logsumexp of each row, L_i = log sum_j exp(S_ij).
 
 struct AttentionTensors {
     Tensor q, k, v;  // as above, and so are o and L
@@ -79,7 +85,8 @@ struct AttentionTensors {
     Tensor dO{};  // null: forward only, without dq, dk and dv
     Tensor o{}, L{}, dq{}, dk{}, dv{};
 };
-// How a loop or kernel sees a [B,H,T,D] tensor: element (b,h,t,d) is at data[b*batch + h*head + t*row + d].
+// How a loop or kernel sees a [B,H,T,D] tensor: element (b,h,t,d) is at data[b*batch + h*head +
+// t*row + d].
 struct Heads {
     void* data;
     int64_t batch, head, row;  // in elements
@@ -88,8 +95,11 @@ template <class T>
 HD inline T* head_of(const Heads& x, int b, int h) {
     return (T*)x.data + b * x.batch + h * x.head;
 }
-// The causal mask: query i sees keys 0 to keys_seen - 1. (Naive makes it a tensor; kernels in tiles know it by tile.)
-HD inline int keys_seen(bool causal, int i, int Tk) { return causal ? (i + 1 < Tk ? i + 1 : Tk) : Tk; }
+// The causal mask: query i sees keys 0 to keys_seen - 1. (Naive makes it a tensor; kernels in tiles
+// know it by tile.)
+HD inline int keys_seen(bool causal, int i, int Tk) {
+    return causal ? (i + 1 < Tk ? i + 1 : Tk) : Tk;
+}
 struct AttentionArgs {
     Heads q, k, v, o, dO, dq, dk, dv;
     float* L;
@@ -105,22 +115,27 @@ struct AttentionImpl {
     bool (*takes)(DType dtype, int64_t D);
     // Either its run leaves its backward on the tape ...
     Tensor (*run)(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Tensor* L);
-    // ... or it has both passes by hand: forward writes o and L, backward reads them and writes dq, dk, dv.
+    // ... or it has both passes by hand: forward writes o and L, backward reads them and writes dq,
+    // dk, dv.
     void (*forward)(const AttentionTensors& t);
     void (*backward)(const AttentionTensors& t);
 };
-bool flash_head_size(int64_t D);                                                   // 16, 32, 64, 80 and 128
-const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D);         // null: no row takes this
-const AttentionImpl& require_flash(Device device, DType dtype, int64_t D);         // usage_error if no row does
-Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal);  // modes eager and fused; on the tape
-// Causal, for the model in mode flash: q, k and v side by side in qkv [B,T,3C] -> [B,T,C], read and written in place of
-// transposes by strides.
+// 16, 32, 64, 80 and 128
+bool flash_head_size(int64_t D);
+// null: no row takes this
+const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D);
+// usage_error if no row does
+const AttentionImpl& require_flash(Device device, DType dtype, int64_t D);
+// modes eager and fused; on the tape
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal);
+// Causal, for the model in mode flash: q, k and v side by side in qkv [B,T,3C] -> [B,T,C], read and
+// written in place of transposes by strides.
 Tensor flash_self_attention(const Tensor& qkv, int H);
 
-// ---------------------------------------------------------------------------------------------------------------------
-// model.cu: the handout's Transformer LM (pre-norm, RMSNorm, RoPE, SwiGLU, no biases, untied head). Layouts:
-// activations [B,T,C]; Linear weights [out,in]; the fused mode's joined weights are ranges of the same arena: qkv
-// [3C,C], w13 [2F,C].
+// -------------------------------------------------------------------------------------------------
+// model.cu: the handout's Transformer LM (pre-norm, RMSNorm, RoPE, SwiGLU, no biases, untied head).
+// Layouts: activations [B,T,C]; Linear weights [out,in]; the fused mode's joined weights are ranges
+// of the same arena: qkv [3C,C], w13 [2F,C].
 
 struct ModelConfig {
     std::string name;  // "small" ... "xl (2026)", "10B", "8B", or "custom"
@@ -129,55 +144,70 @@ struct ModelConfig {
 };
 // The handouts' table 1, vocabulary 10,000; and 8B, the 2026 leaderboard's.
 extern const std::vector<ModelConfig> model_sizes;
-std::vector<ModelConfig> configs_of(const Options& o);  // what --d_model, --d_ff, ... name, else --size; checked
+// what --d_model, --d_ff, ... name, else --size; checked
+std::vector<ModelConfig> configs_of(const Options& o);
 
 struct Parameter {
     std::string name;  // the staff model's state_dict key
     Shape shape;
     int64_t offset;  // in elements, the same in each arena
     Tensor weight;   // a view into Model::weights, with its gradient slot
-    int unit = -1;   // FSDP gathers those of a unit together: 0 the embedding, 1 + l block l, L + 1 the head; -1: norms
+    // FSDP gathers those of a unit together: 0 the embedding, 1 + l block l, L + 1 the head; -1:
+    // norms
+    int unit = -1;
 };
 struct Layer {  // weights, as in the forward pass; o: output_proj; qkv and w13: the joined ones
     Tensor ln1, q, k, v, qkv, o, ln2, w1, w3, w13, w2;
 };
 struct Model {
     ModelConfig config;
-    std::vector<Parameter> parameters;  // in backward order: the first is the first whose gradient is ready
-    // Arenas, all laid out alike: gradients after make_gradients, m and v after make_optimizer_state, else null.
+    // in backward order: the first is the first whose gradient is ready
+    std::vector<Parameter> parameters;
+    // Arenas, all laid out alike: gradients after make_gradients, m and v after
+    // make_optimizer_state, else null.
     Tensor weights, gradients, m, v;
     bool split = false;  // the matrices in `weights` are split (see FastWays)
     Tensor embedding, ln_final, lm_head;
     std::vector<Layer> layers;
-    std::vector<Tensor> slots;  // every tensor with a Gradient: each parameter's, and the joined qkv and w13
-    Tensor rope;                // [T,D]: cos and sin of each pair's angle, interleaved
-    int step = 0;               // optimizer steps taken
+    // every tensor with a Gradient: each parameter's, and the joined qkv and w13
+    std::vector<Tensor> slots;
+    Tensor rope;   // [T,D]: cos and sin of each pair's angle, interleaved
+    int step = 0;  // optimizer steps taken
     // FSDP's hooks, else null: called before the ops of a unit, in forward and again in backward.
     std::function<void(int unit)> pre_forward, pre_backward;
     std::shared_ptr<void> kept;  // by FastWays' step, for the next one: its graphs
 };
 int64_t aligned(int64_t elements);  // up to the next multiple of 64: 256 bytes of fp32
-Model make_model(const ModelConfig& c, DType dtype = weight_dtype());  // weights allocated on context.device, not set
+// weights allocated on context.device, not set
+Model make_model(const ModelConfig& c, DType dtype = weight_dtype());
 // The same in two steps, for those who put the weights elsewhere.
 Model lay_out_model(const ModelConfig& c);
-// Gives the tensor, with a gradient slot, for parameter p, or for p and those after it that are one product with it.
+// Gives the tensor, with a gradient slot, for parameter p, or for p and those after it that are one
+// product with it.
 using Place = std::function<Tensor(const Parameter& p, const Shape& shape)>;
 void place_weights(Model& model, const Place& place);
-void init_weights(const Model& model, uint64_t seed);  // normal; Linear std sqrt(2/(in+out)), embedding 1
+// normal; Linear std sqrt(2/(in+out)), embedding 1
+void init_weights(const Model& model, uint64_t seed);
 void init_weight(const Tensor& weight, const std::string& name, uint64_t seed);
-// Or joins them, where the context's mode and precision need that. Only forward, backward and AdamW read split ones.
+// Or joins them, where the context's mode and precision need that. Only forward, backward and AdamW
+// read split ones.
 void split_weights(Model& model, bool split = true);
-bool can_split(DType kept, DType products);               // the dtypes in which AdamW and products take weights
+// the dtypes in which AdamW and products take weights
+bool can_split(DType kept, DType products);
 Tensor upper_halves(const Tensor& part);                  // of a split part, in bf16
 Model random_model(const ModelConfig& c, uint64_t seed);  // for timed runs: perhaps split
-// An arena for the gradients. Without it each lives from its first use to zero_gradients, as backward gave it.
+// An arena for the gradients. Without it each lives from its first use to zero_gradients, as
+// backward gave it.
 void make_gradients(Model& model);
-void make_optimizer_state(Model& model);   // m and v, zero, once
-void zero_gradients(const Model& model);   // from here on the first writer overwrites
-void make_ready(Model& model, int64_t T);  // what a forward needs besides the weights; forward calls it
-// tokens I32 [B,T] -> logits [B,T,V]. With context.checkpoint backward needs the model as it was, at its address.
+void make_optimizer_state(Model& model);  // m and v, zero, once
+void zero_gradients(const Model& model);  // from here on the first writer overwrites
+// what a forward needs besides the weights; forward calls it
+void make_ready(Model& model, int64_t T);
+// tokens I32 [B,T] -> logits [B,T,V]. With context.checkpoint backward needs the model as it was,
+// at its address.
 Tensor forward(Model& model, const Tensor& tokens);
-Tensor infer(Model& model, const Tensor& tokens);           // without a tape; the next call may overwrite them
+// without a tape; the next call may overwrite them
+Tensor infer(Model& model, const Tensor& tokens);
 std::string name_of(const Checkpointing& k);                // as --checkpoint takes it
 Checkpointing checkpointing_from(const std::string& name);  // usage_error if there is none
 
@@ -185,13 +215,16 @@ Checkpointing checkpointing_from(const std::string& name);  // usage_error if th
 // *x += delta (if any); returns rmsnorm(*x). x, delta and the result [B,T,C], weight [C].
 Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight, float eps);
 Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype);
-Tensor self_attention(const Layer& layer, const Tensor& y, const Tensor& rope, int H);  // [B,T,C], before output_proj
-Tensor swiglu(const Layer& layer, const Tensor& y);                 // silu(y w1^T) * (y w3^T): [B,T,C] -> [B,T,F]
-Tensor cross_entropy(const Tensor& logits, const Tensor& targets);  // mean over all positions, []; targets I32 [B,T]
+// [B,T,C], before output_proj
+Tensor self_attention(const Layer& layer, const Tensor& y, const Tensor& rope, int H);
+// silu(y w1^T) * (y w3^T): [B,T,C] -> [B,T,F]
+Tensor swiglu(const Layer& layer, const Tensor& y);
+// mean over all positions, []; targets I32 [B,T]
+Tensor cross_entropy(const Tensor& logits, const Tensor& targets);
 // cross_entropy(linear(y, head), targets), `chunk` rows of the logits at a time.
 Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, int64_t chunk);
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // model.cu: AdamW, a training step
 
 struct AdamW {
@@ -215,10 +248,12 @@ struct FlatGradient {
     int64_t offset;  // of its weights and moments, in their arenas
 };
 double square_sum(const std::vector<FlatGradient>& gradients);  // waits for the device
-double gradient_norm(const Model& model);  // over all gradients; inf or NaN if one of them is; waits for the device
+// over all gradients; inf or NaN if one of them is; waits for the device
+double gradient_norm(const Model& model);
 // For flat p, m and v; t: the step, from 1; split: so are these parts of p.
-void adamw_update(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
-                  const AdamW& a, int t, float gradient_scale = 1, bool split = false);
+void adamw_update(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m,
+                  const Tensor& v, const AdamW& a, int t, float gradient_scale = 1,
+                  bool split = false);
 
 struct Batch {
     Tensor tokens, targets;  // I32 [B,T]
@@ -226,23 +261,26 @@ struct Batch {
 Batch random_batch(int B, int T, int V, uint64_t seed);  // uniform in [0, V)
 Tensor forward_to_loss(Model& model, const Batch& batch);
 void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale);
-// Leaves the gradients, multiplied by loss_scale; returns the loss, [], without it. `between`: when forward is done.
+// Leaves the gradients, multiplied by loss_scale; returns the loss, [], without it. `between`: when
+// forward is done.
 Tensor forward_backward(
-    Model& model, const Batch& batch, float loss_scale, const std::function<void()>& between = [] {});
-// Clips to max_norm (0: does not), unscales, and returns the gradients' true norm (0 without clipping, unless in fp16).
-// Steps unless that is not finite; in fp16 the loss scale then halves.
+    Model& model, const Batch& batch, float loss_scale,
+    const std::function<void()>& between = [] {});
+// Clips to max_norm (0: does not), unscales, and returns the gradients' true norm (0 without
+// clipping, unless in fp16). Steps unless that is not finite; in fp16 the loss scale then halves.
 double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, double max_norm);
 // The same for gradients that lie elsewhere.
-double guarded_step(LossScaler& scaler, double max_norm, const std::function<double()>& norm_of_gradients,
+double guarded_step(LossScaler& scaler, double max_norm,
+                    const std::function<double()>& norm_of_gradients,
                     const std::function<void(float gradient_scale)>& step);
 
 // What fast/ does in place of the plain ways of model.cu; null without it.
-using AdamWUpdate = void(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
-                         AdamWScalars s);
+using AdamWUpdate = void(const Tensor& p, const std::vector<FlatGradient>& gradients,
+                         const Tensor& m, const Tensor& v, AdamWScalars s);
 struct FastWays {
     AdamWUpdate* adamw;  // on the GPU
-    // Split weights: fp32 to AdamW, and bf16 to matrix products without a cast, in the bytes of fp32. A part is a
-    // matrix, or FSDP's part of a unit; each gradient is that of a part.
+    // Split weights: fp32 to AdamW, and bf16 to matrix products without a cast, in the bytes of
+    // fp32. A part is a matrix, or FSDP's part of a unit; each gradient is that of a part.
     void (*split)(const Tensor& part, bool split);  // false: joins its halves
     AdamWUpdate* adamw_of_split;
     // CUDA graphs.
@@ -253,19 +291,23 @@ struct FastWays {
 };
 inline FastWays fast_ways;
 
-enum Phase { FORWARD, FORWARD_BACKWARD, STEP };  // FORWARD: without a tape; STEP: with the optimizer's
+// FORWARD: without a tape; STEP: with the optimizer's
+enum Phase { FORWARD, FORWARD_BACKWARD, STEP };
 const char* name_of(Phase phase);
 // `between` is called when a part is done and another follows.
 void run_phase(
     Phase phase, Model& model, const Batch& batch, LossScaler& scaler,
     const std::function<void(Phase done)>& between = [](Phase) {});
-size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase);  // in context's mode and precision
+// in context's mode and precision
+size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase);
 
 // A model in training. A step is train_step, for one process and for ranks that share it.
-// HEAD_AND_LOSS is a part of its own only where somebody adds its mark. EXPOSED: from backward's end until gradients
-// are averages; with FSDP the compute stream's waits for other ranks, in any part.
+// HEAD_AND_LOSS is a part of its own only where somebody adds its mark. EXPOSED: from backward's
+// end until gradients are averages; with FSDP the compute stream's waits for other ranks, in any
+// part.
 enum StepPart { FORWARD_BLOCKS, HEAD_AND_LOSS, BACKWARD, OPTIMIZER_STEP, EXPOSED, STEP_PARTS };
-// A rank's step, in ms: first the parts; then all of it; the collectives, and what of them is beside backward.
+// A rank's step, in ms: first the parts; then all of it; the collectives, and what of them is
+// beside backward.
 enum { TOTAL = STEP_PARTS, COMMUNICATION, HIDDEN, STEP_NUMBERS };
 using StepNumbers = std::array<double, STEP_NUMBERS>;
 struct Trainer {
@@ -277,7 +319,8 @@ struct Trainer {
     int steps = 0;        // taken; the model's own are fewer where fp16 skipped some
     // Of the last step. norm: as optimizer_step returns it.
     double loss = 0, norm = 0;
-    std::vector<std::pair<StepPart, Mark>> marks;  // where its parts begin; the last, STEP_PARTS, is its end
+    // where its parts begin; the last, STEP_PARTS, is its end
+    std::vector<std::pair<StepPart, Mark>> marks;
     // What ranks that share the step do besides: ddp.cu and fsdp.cu attach it. Null in one process.
     std::function<void()> before_step, after_backward, before_optimizer;
     std::function<double(Trainer& t)> step_optimizer;  // in place of the model's own
@@ -287,14 +330,17 @@ struct Trainer {
     std::shared_ptr<struct Optimizer> sharded;
     std::shared_ptr<struct Fsdp> f;
 };
-// A step on this rank's batches, one backward each, of equal sizes; one batch only if `d` averages, or without an arena
-// for the gradients. The loss is the mean over them. `begins` is called where a part begins. Waits for the device.
+// A step on this rank's batches, one backward each, of equal sizes; one batch only if `d` averages,
+// or without an arena for the gradients. The loss is the mean over them. `begins` is called where a
+// part begins. Waits for the device.
 void train_step(
-    Trainer& t, const std::vector<Batch>& batches, const std::function<void(StepPart)>& begins = [](StepPart) {});
+    Trainer& t, const std::vector<Batch>& batches,
+    const std::function<void(StepPart)>& begins = [](StepPart) {});
 
 // What an experiment runs.
 std::vector<Precision> precisions_of(const Options& o);
-// Those of --mode, checked; the default, flash, becomes fused where one of the models and precisions has no flash.
+// Those of --mode, checked; the default, flash, becomes fused where one of the models and
+// precisions has no flash.
 std::vector<Mode> modes_of(const Options& o, const std::vector<ModelConfig>& configs,
                            const std::vector<Precision>& precisions);
 // "flash"; with all that the context may ask for "flash, recompute, checkpoint 4, head chunk 2048"
@@ -302,34 +348,43 @@ std::string caption_of(Mode mode);
 // With context's precision, mode and checkpoint; B: sequences per rank.
 std::string row_of(const ModelConfig& c, int B, int T, Phase phase);
 
-// ---------------------------------------------------------------------------------------------------------------------
-// ddp.cu: data parallel training. Every rank has the same weights and its own part of the batch; gradients are
-// averaged.
+// -------------------------------------------------------------------------------------------------
+// ddp.cu: data parallel training. Every rank has the same weights and its own part of the batch;
+// gradients are averaged.
 
 enum Strategy { NO_SYNC, NAIVE, FLAT, OVERLAPPED, BUCKETED };
 const char* name_of(Strategy s);
-Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strategy, double bucket_mb);
+Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strategy,
+                              double bucket_mb);
 
 enum Sharding {
     UNSHARDED,  // every rank steps all weights
-    BROADCAST,  // the handout's: gradients are averaged before; each rank steps its shard, then sends it to all
-    ZERO1,      // reduce-scatter of the gradients, each rank steps its shard, all-gather of the weights
+    // the handout's: gradients are averaged before; each rank steps its shard, then sends it to all
+    BROADCAST,
+    // reduce-scatter of the gradients, each rank steps its shard, all-gather of the weights
+    ZERO1,
 };
-struct ParameterGroup {         // of an optimizer that steps each element by itself, so that any range can be a shard
+// of an optimizer that steps each element by itself, so that any range can be a shard
+struct ParameterGroup {
     Tensor weights, gradients;  // flat
     AdamW adamw{};
     Tensor m{}, v{};  // AdamW's, of the own shard, allocated at its first step
     int step = 0;
 };
-// The root of all ranks' sums: the same on all, so all of them step, or none. It is infinite from 1.8e19 on.
+// The root of all ranks' sums: the same on all, so all of them step, or none. It is infinite
+// from 1.8e19 on.
 double norm_over_ranks(const Communicator& c, double square_sum);
-Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding, const AdamW& adamw = {});
+Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding,
+                        const AdamW& adamw = {});
 
 // N ranks against one process
-constexpr int ROWS = 10, POSITIONS = 8, VOCABULARY = 100;                    // rows: of each rank
-std::vector<Batch> part_of(const Batch& all, const Communicator& c, int n);  // a rank's part of it, as n batches
-// A step of `ours` on the ranks' parts of a random batch, cut into so many, and of `whole` on all of it.
-void train_both(const Communicator& c, Trainer& ours, Trainer& whole, uint64_t seed, int batches = 1);
+constexpr int ROWS = 10, POSITIONS = 8, VOCABULARY = 100;  // rows: of each rank
+// a rank's part of it, as n batches
+std::vector<Batch> part_of(const Batch& all, const Communicator& c, int n);
+// A step of `ours` on the ranks' parts of a random batch, cut into so many, and of `whole` on all
+// of it.
+void train_both(const Communicator& c, Trainer& ours, Trainer& whole, uint64_t seed,
+                int batches = 1);
 struct WeightsCheck {  // of several ranks' weights against those of one process
     std::string way, what;
     double max = 0, sum = 0;  // of the differences
@@ -337,15 +392,17 @@ struct WeightsCheck {  // of several ranks' weights against those of one process
     bool match = true;        // they are within the bounds, and all ranks hold the same bits
 };
 // Prints table and answer; fails if a row differs.
-void print_checks(const Communicator& c, const std::string& caption, const std::vector<WeightsCheck>& checks,
-                  const std::string& what);
-void compare(WeightsCheck& d, const Tensor& got, const Tensor& want, double atol = 1e-6, double rtol = 1e-5);
+void print_checks(const Communicator& c, const std::string& caption,
+                  const std::vector<WeightsCheck>& checks, const std::string& what);
+void compare(WeightsCheck& d, const Tensor& got, const Tensor& want, double atol = 1e-6,
+             double rtol = 1e-5);
 bool same_bits_everywhere(const Communicator& c, const Tensor& t);  // collective
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // ddp.cu: what several ranks run
 
-// For what several ranks run: one model, in one precision and mode, which the context gets; --quick's defaults.
+// For what several ranks run: one model, in one precision and mode, which the context gets;
+// --quick's defaults.
 ModelConfig choose_step(Options& o, const Communicator& c);
 std::string caption_of(const Options& o, const ModelConfig& m, const Communicator& c);
 double parameters_of(const ModelConfig& m);
@@ -358,19 +415,22 @@ size_t steps_peak(int world, const Options& o, const MakeTrainer& make, int n);
 using StepStats = std::array<Stats, STEP_NUMBERS>;
 struct WayRun {
     std::string name;
-    size_t predicted = 0, oom = 0;  // peak of a rank, in bytes; oom: the same where it does not fit, else 0
-    StepStats ms{};                 // the mean over the ranks
-    double loss = 0;                // of the last step, likewise
-    MemoryUse use{};                // of this rank, in these steps
+    // peak of a rank, in bytes; oom: the same where it does not fit, else 0
+    size_t predicted = 0, oom = 0;
+    StepStats ms{};   // the mean over the ranks
+    double loss = 0;  // of the last step, likewise
+    MemoryUse use{};  // of this rank, in these steps
 };
-// Where it fits, makes a trainer, warms up, and times steps of n batches. `see` is called before the first step and
-// after each, also of the warm-up.
+// Where it fits, makes a trainer, warms up, and times steps of n batches. `see` is called before
+// the first step and after each, also of the warm-up.
 void run_way(
     WayRun& r, const Communicator& c, const Options& o, const MakeTrainer& make, int n = 1,
     const std::function<void(Trainer& t)>& see = [](Trainer&) {});
 // With --trace, behind a way's last timed step: one more. name: a literal, for its range.
-void trace_step(Trainer& t, const char* name, const Options& o, const ModelConfig& config, std::vector<Trace>& traces);
-// True in rank 0 of several, where one way ran, or all did; else it says why not. Fails where none did.
+void trace_step(Trainer& t, const char* name, const Options& o, const ModelConfig& config,
+                std::vector<Trace>& traces);
+// True in rank 0 of several, where one way ran, or all did; else it says why not. Fails where none
+// did.
 bool can_compare(const Communicator& c, const std::vector<WayRun>& runs, bool all = true);
 // A row for each way: a step's time and its parts, or the bytes that it did not find.
 Table step_table(const std::string& caption, const char* what);
@@ -379,35 +439,45 @@ inline double mib_of(double bytes) { return bytes / 1048576; }
 // Every rank's values, of plain types, rank by rank.
 template <class T>
 std::vector<T> gather(const Communicator& c, const std::vector<T>& mine) {
-    const std::string bytes = join(gather_text(c, {(const char*)mine.data(), mine.size() * sizeof(T)}), "");
+    const std::string bytes =
+        join(gather_text(c, {(const char*)mine.data(), mine.size() * sizeof(T)}), "");
     std::vector<T> all(bytes.size() / sizeof(T));
     memcpy((void*)all.data(), bytes.data(), bytes.size());
     return all;
 }
 double mean_over_ranks(const Communicator& c, double mine);
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // profile.cu
 
-// Chrome's trace format, which Perfetto opens; the caption goes into otherData. Rank 0 writes the traces of all ranks,
-// one process a rank. Times count from the last midnight (UTC), the same for all ranks.
-void write_trace(const std::string& path, const std::vector<Trace>& traces, const std::string& caption,
-                 const Communicator& c = Communicator());
+// Chrome's trace format, which Perfetto opens; the caption goes into otherData. Rank 0 writes the
+// traces of all ranks, one process a rank. Times count from the last midnight (UTC), the same for
+// all ranks.
+void write_trace(const std::string& path, const std::vector<Trace>& traces,
+                 const std::string& caption, const Communicator& c = Communicator());
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The commands
 
 using RunCommand = int(const Options& o);
-RunCommand cmd_mixed_precision_accumulation;                                              // precision.cu
-RunCommand cmd_benchmarking_script, cmd_benchmarking_mixed_precision, cmd_torch_compile;  // model.cu
+// precision.cu
+RunCommand cmd_mixed_precision_accumulation;
+// model.cu
+RunCommand cmd_benchmarking_script, cmd_benchmarking_mixed_precision, cmd_torch_compile;
 RunCommand cmd_gradient_checkpointing, cmd_model, cmd_train;
-RunCommand cmd_nsys_profile, cmd_memory_profiling;                                          // profile.cu
-RunCommand cmd_pytorch_attention, cmd_weighted_sum, cmd_flash_forward, cmd_flash_backward;  // attention.cu
+// profile.cu
+RunCommand cmd_nsys_profile, cmd_memory_profiling;
+// attention.cu
+RunCommand cmd_pytorch_attention, cmd_weighted_sum, cmd_flash_forward, cmd_flash_backward;
 RunCommand cmd_flash_benchmarking, cmd_flash_leaderboard, cmd_attention;
 void torch_compile_attention(const Options& o);  // torch_compile (a): its table and its answer
-RunCommand cmd_distributed_communication_single_node, cmd_naive_ddp, cmd_naive_ddp_benchmarking;  // ddp.cu
+// ddp.cu
+RunCommand cmd_distributed_communication_single_node, cmd_naive_ddp, cmd_naive_ddp_benchmarking;
 RunCommand cmd_minimal_ddp_flat_benchmarking, cmd_ddp_overlap_individual_parameters;
-RunCommand cmd_ddp_overlap_individual_parameters_benchmarking, cmd_ddp_overlap_bucketed, cmd_ddp_bucketed_benchmarking;
-RunCommand cmd_optimizer_state_sharding, cmd_optimizer_state_sharding_accounting, cmd_communication_accounting;
-RunCommand cmd_fsdp, cmd_fsdp_accounting, cmd_leaderboard, cmd_alternate_ring_all_reduce;  // fsdp.cu
+RunCommand cmd_ddp_overlap_individual_parameters_benchmarking, cmd_ddp_overlap_bucketed,
+    cmd_ddp_bucketed_benchmarking;
+RunCommand cmd_optimizer_state_sharding, cmd_optimizer_state_sharding_accounting,
+    cmd_communication_accounting;
+// fsdp.cu
+RunCommand cmd_fsdp, cmd_fsdp_accounting, cmd_leaderboard, cmd_alternate_ring_all_reduce;
 RunCommand cmd_data_parallel_calcs, cmd_fsdp_calcs, cmd_tp_calcs, cmd_fsdp_tp_calcs;

@@ -1,5 +1,5 @@
-// model.cu: the handout's Transformer LM and its training step, then what the handouts ask of them: 1.1.3, 1.1.5 (c),
-// 1.3 (b) and 2026's 3.2.1; last `train` and `model`.
+// model.cu: the handout's Transformer LM and its training step, then what the handouts ask of
+// them: 1.1.3, 1.1.5 (c), 1.3 (b) and 2026's 3.2.1; last `train` and `model`.
 //
 //   x = E[tokens]
 //   each layer:  x += Wo attention(rope(Wq n), rope(Wk n), Wv n)        n = rmsnorm(x; ln1)
@@ -9,7 +9,7 @@
 
 #include <cinttypes>
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Sizes
 
 const std::vector<ModelConfig> model_sizes = {
@@ -20,8 +20,10 @@ const std::vector<ModelConfig> model_sizes = {
 };
 static void check_config(const ModelConfig& c) {
     if (c.d_model % (2 * c.num_heads) != 0) {
-        usage_error("--d_model %d is not divisible by --num_heads %d into heads of an even size; RoPE turns pairs",
-                    c.d_model, c.num_heads);
+        usage_error(
+            "--d_model %d is not divisible by --num_heads %d into heads of an even size; RoPE "
+            "turns pairs",
+            c.d_model, c.num_heads);
     }
 }
 
@@ -31,7 +33,8 @@ std::vector<ModelConfig> configs_of(const Options& o) {
         auto or_small = [](int typed, int small) { return typed ? typed : small; };
         const ModelConfig& s = model_sizes[0];
         configs = {{"custom", or_small(o.d_model, s.d_model), or_small(o.d_ff, s.d_ff),
-                    or_small(o.num_layers, s.num_layers), or_small(o.num_heads, s.num_heads), o.vocab_size}};
+                    or_small(o.num_layers, s.num_layers), or_small(o.num_heads, s.num_heads),
+                    o.vocab_size}};
     } else {
         std::set<std::string> names;
         for (const std::string& size : o.size) {
@@ -48,10 +51,11 @@ std::vector<ModelConfig> configs_of(const Options& o) {
     return configs;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Weights: one arena for them, and one each for the moments and, after make_gradients, the gradients. All are laid out
-// in the order in which backward finishes the gradients, so those that are ready are a prefix of the arena (but for q,
-// k and v, and w1 and w3, in mode eager). Matrices that one product can serve together stand side by side.
+// -------------------------------------------------------------------------------------------------
+// Weights: one arena for them, and one each for the moments and, after make_gradients, the
+// gradients. All are laid out in the order in which backward finishes the gradients, so those that
+// are ready are a prefix of the arena (but for q, k and v, and w1 and w3, in mode eager). Matrices
+// that one product can serve together stand side by side.
 
 int64_t aligned(int64_t elements) { return (elements + 63) / 64 * 64; }
 
@@ -61,7 +65,8 @@ Model lay_out_model(const ModelConfig& c) {
     int64_t C = c.d_model, F = c.d_ff, V = c.vocab_size, end = 0;
     int unit = c.num_layers + 1;
     auto add = [&](const std::string& name, const Shape& shape, bool joins_next = false) {
-        model.parameters.push_back({name + ".weight", shape, end, Tensor(), shape.size() == 1 ? -1 : unit});
+        model.parameters.push_back(
+            {name + ".weight", shape, end, Tensor(), shape.size() == 1 ? -1 : unit});
         end += count(shape);
         if (!joins_next) { end = aligned(end); }
     };
@@ -92,7 +97,8 @@ void place_weights(Model& model, const Place& place) {
     };
     model.lm_head = next(), model.ln_final = next();
     model.layers.resize(model.config.num_layers);
-    for (auto layer = model.layers.rbegin(); layer != model.layers.rend(); layer++) {  // as lay_out_model adds them
+    // as lay_out_model adds them
+    for (auto layer = model.layers.rbegin(); layer != model.layers.rend(); layer++) {
         layer->w2 = next();
         layer->w13 = slot({2 * F, C});
         layer->w1 = next(), layer->w3 = next();
@@ -107,7 +113,8 @@ void place_weights(Model& model, const Place& place) {
 Model make_model(const ModelConfig& c, DType dtype) {
     Model model = lay_out_model(c);
     const Parameter& last = model.parameters.back();
-    // 6720 is 64 times 3, 5 and 7: as many ranks as a machine has can own equal parts. The padding: not NaN.
+    // 6720 is 64 times 3, 5 and 7: as many ranks as a machine has can own equal parts. The padding:
+    // not NaN.
     const int64_t parts = (last.offset + count(last.shape) + 6719) / 6720;
     model.weights = zeros({6720 * parts}, dtype, PARAMETERS);
     place_weights(model, [&](const Parameter& p, const Shape& shape) {
@@ -137,7 +144,9 @@ static int64_t offset_of(const Model& model, const Tensor& slot) {  // in elemen
 void make_gradients(Model& model) {
     if (model.gradients) { return; }
     model.gradients = zeros(model.weights.shape, model.weights.dtype, GRADIENTS);
-    for (const Tensor& t : model.slots) { t.gradient->value = view(model.gradients, offset_of(model, t), t.shape); }
+    for (const Tensor& t : model.slots) {
+        t.gradient->value = view(model.gradients, offset_of(model, t), t.shape);
+    }
 }
 void make_optimizer_state(Model& model) {
     if (model.m) { return; }
@@ -157,7 +166,9 @@ static std::vector<Tensor> matrices_of(const Model& model) {
     for (const Layer& l : model.layers) { all.insert(all.end(), {l.qkv, l.o, l.w13, l.w2}); }
     return all;
 }
-bool can_split(DType kept, DType products) { return fast_ways.split && kept == F32 && products == BF16; }
+bool can_split(DType kept, DType products) {
+    return fast_ways.split && kept == F32 && products == BF16;
+}
 void split_weights(Model& model, bool split) {
     split = split && context.mode != EAGER && can_split(model.weights.dtype, matmul_dtype());
     if (model.split == split) { return; }
@@ -174,7 +185,8 @@ Tensor upper_halves(const Tensor& part) {
 void make_ready(Model& model, int64_t T) {
     const ModelConfig& c = model.config;
     if (!model.rope || model.rope.dim(0) < T) {
-        model.rope = rope_table(T, c.d_model / c.num_heads, c.rope_theta, model.weights.dtype == F64 ? F64 : F32);
+        model.rope = rope_table(T, c.d_model / c.num_heads, c.rope_theta,
+                                model.weights.dtype == F64 ? F64 : F32);
     }
     split_weights(model, model.split);  // joins them where the context has changed
     for (const Tensor& t : model.split ? matrices_of(model) : std::vector<Tensor>()) {
@@ -182,8 +194,9 @@ void make_ready(Model& model, int64_t T) {
     }
 }
 
-// Around the ops of a unit, for FSDP; y: what the last of them gave. The model has to stay at its address. A weight
-// belongs to one unit, and backward comes to every unit's y on every rank: their collectives meet.
+// Around the ops of a unit, for FSDP; y: what the last of them gave. The model has to stay at its
+// address. A weight belongs to one unit, and backward comes to every unit's y on every rank: their
+// collectives meet.
 
 void begin_unit(const Model& model, int unit) {
     if (model.pre_forward) { model.pre_forward(unit); }
@@ -198,9 +211,10 @@ Tensor end_unit(const Model& model, int unit, const Tensor& y_in) {
     return y;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// A block: norm, attention, add, norm, feed-forward, add. The norm behind an add does both, in mode fused as one
-// kernel, so the residual stream is *x + *delta, where *delta is what the half before gave (null: nothing).
+// -------------------------------------------------------------------------------------------------
+// A block: norm, attention, add, norm, feed-forward, add. The norm behind an add does both, in mode
+// fused as one kernel, so the residual stream is *x + *delta, where *delta is what the half before
+// gave (null: nothing).
 
 static bool feed_forward_runs_again(int l) {
     const Checkpointing& k = context.checkpoint;
@@ -222,7 +236,8 @@ static void run_block(const Model& model, int l, Tensor* x, Tensor* delta) {
     const Layer& layer = model.layers[l];
     const float eps = model.config.eps;
     *delta = attention_part(model, layer, add_rmsnorm(x, *delta, layer.ln1, eps));
-    *delta = feed_forward(layer, add_rmsnorm(x, *delta, layer.ln2, eps), feed_forward_runs_again(l));
+    *delta =
+        feed_forward(layer, add_rmsnorm(x, *delta, layer.ln2, eps), feed_forward_runs_again(l));
     *delta = end_unit(model, 1 + l, *delta);
 }
 static Tensor run_blocks(const Model& model, Tensor x, int first, int end) {
@@ -231,7 +246,7 @@ static Tensor run_blocks(const Model& model, Tensor x, int first, int end) {
     return add(x, delta);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Gradient checkpointing: what backward runs again instead of keeping it.
 
 // How many blocks, from the first, are checkpoints as a whole.
@@ -240,13 +255,15 @@ static int checkpointed_wholes(const ModelConfig& c) {
     if (k.form == Checkpointing::GROUPS || k.form == Checkpointing::NESTED) { return c.num_layers; }
     return k.form == Checkpointing::BLOCKS ? k.n : 0;
 }
-// Blocks [first, end) by gradient checkpoints. For n blocks: what is held at most, in tensors like x, and how many
-// blocks backward runs again.
+// Blocks [first, end) by gradient checkpoints. For n blocks: what is held at most, in tensors like
+// x, and how many blocks backward runs again.
 //   k blocks each  n/k, and the k blocks that are run again keep all they compute   n blocks
 //   nested         2, and one block                                                 n (n - 1) / 2
 static Tensor checkpointed_blocks(const Model& model, Tensor x, int first, int end) {
     auto part = [&](int first, int end, auto blocks) {
-        x = checkpoint([&model, first, end, blocks](const Tensor& x) { return blocks(model, x, first, end); }, x);
+        x = checkpoint([&model, first, end,
+                        blocks](const Tensor& x) { return blocks(model, x, first, end); },
+                       x);
     };
     const Checkpointing& k = context.checkpoint;
     if (k.form == Checkpointing::NESTED) {
@@ -267,11 +284,13 @@ Checkpointing checkpointing_from(const std::string& name) {
         const Checkpointing k{Checkpointing::Form(form), n};
         if (name_of(k) == name && name != "0" && name != "ffn:0") { return k; }
     }
-    usage_error("--checkpoint: got %s, takes a whole number from 1 on, nested, ffn, ffn:N, blocks:N or none",
-                name.c_str());
+    usage_error(
+        "--checkpoint: got %s, takes a whole number from 1 on, nested, ffn, ffn:N, blocks:N or "
+        "none",
+        name.c_str());
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Forward and loss
 
 // All but the head: what it takes.
@@ -297,18 +316,21 @@ Tensor forward(Model& model, const Tensor& tokens) {
     return linear(y, model.lm_head);
 }
 Tensor forward_to_loss(Model& model, const Batch& batch) {
-    if (context.head_chunk == 0) { return cross_entropy(forward(model, batch.tokens), batch.targets); }
+    if (context.head_chunk == 0) {
+        return cross_entropy(forward(model, batch.tokens), batch.targets);
+    }
     Range range("forward");
     Tensor y = forward_to_head(model, batch.tokens);
     begin_unit(model, model.config.num_layers + 1);
     return chunked_loss(y, model.lm_head, batch.targets, context.head_chunk);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// AdamW's step. Op by op, as PyTorch eager takes it, it is 13 kernels for every parameter tensor; else it is one, the
-// op of layers.cu, which has the formula.
+// -------------------------------------------------------------------------------------------------
+// AdamW's step. Op by op, as PyTorch eager takes it, it is 13 kernels for every parameter tensor;
+// else it is one, the op of layers.cu, which has the formula.
 
-// The gradients as backward left them: outside mode eager in the joined slots, not in those that they cover.
+// The gradients as backward left them: outside mode eager in the joined slots, not in those that
+// they cover.
 static std::vector<FlatGradient> flat_gradients(const Model& model) {
     std::vector<FlatGradient> gradients;
     for (const Tensor& t : model.slots) {
@@ -343,7 +365,8 @@ static void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1) {
     if (context.mode == EAGER) { return adamw_eager(model, scalars_of(a, t, gradient_scale)); }
     // Where the weights are split, all matrices are, but for the embedding, which is the last.
     auto whole = std::partition(gradients.begin(), gradients.end(), [&](const FlatGradient& one) {
-        return model.split && one.g.shape.size() == 2 && one.offset != model.parameters.back().offset;
+        return model.split && one.g.shape.size() == 2 &&
+               one.offset != model.parameters.back().offset;
     });
     auto update = [&](auto begin, auto end, bool split) {
         adamw_update(model.weights, {begin, end}, model.m, model.v, a, t, gradient_scale, split);
@@ -352,7 +375,7 @@ static void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1) {
     if (model.split) { update(gradients.begin(), whole, true); }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // A training step: forward_backward, then optimizer_step.
 
 Batch random_batch(int B, int T, int V, uint64_t seed) {
@@ -370,15 +393,19 @@ void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale
     drop_weight_copies(model.slots);  // the weights are about to change
 }
 // forward_backward that adds to the gradients that are there.
-static Tensor add_gradients(Model& model, const Batch& batch, float loss_scale, const std::function<void()>& between) {
+static Tensor add_gradients(Model& model, const Batch& batch, float loss_scale,
+                            const std::function<void()>& between) {
     Tensor loss = forward_to_loss(model, batch);
     between();
     backward_from_loss(model, loss, loss_scale);
     return detached(loss);
 }
-static bool by_graphs(const Model& model) { return fast_ways.graphs_take && fast_ways.graphs_take(model); }
+static bool by_graphs(const Model& model) {
+    return fast_ways.graphs_take && fast_ways.graphs_take(model);
+}
 
-Tensor forward_backward(Model& model, const Batch& batch, float loss_scale, const std::function<void()>& between) {
+Tensor forward_backward(Model& model, const Batch& batch, float loss_scale,
+                        const std::function<void()>& between) {
     if (by_graphs(model)) { return fast_ways.forward_backward(model, batch, loss_scale, between); }
     zero_gradients(model);
     return add_gradients(model, batch, loss_scale, between);
@@ -389,7 +416,8 @@ Tensor infer(Model& model, const Tensor& tokens) {
     drop_weight_copies(model.slots);
     return logits;
 }
-double guarded_step(LossScaler& scaler, double max_norm, const std::function<double()>& norm_of_gradients,
+double guarded_step(LossScaler& scaler, double max_norm,
+                    const std::function<double()>& norm_of_gradients,
                     const std::function<void(float gradient_scale)>& step) {
     bool fp16 = context.precision == PREC_FP16;
     double scale = fp16 ? 1 / scaler.scale : 1, norm = 0;
@@ -406,7 +434,9 @@ double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, doub
         scaler, max_norm, [&] { return gradient_norm(model); },
         [&](float gradient_scale) { adamw_step(model, adamw, gradient_scale); });
 }
-static float loss_scale_of(const LossScaler& scaler) { return context.precision == PREC_FP16 ? scaler.scale : 1; }
+static float loss_scale_of(const LossScaler& scaler) {
+    return context.precision == PREC_FP16 ? scaler.scale : 1;
+}
 
 void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler,
                const std::function<void(Phase done)>& between) {
@@ -430,7 +460,8 @@ size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
     });
 }
 
-void train_step(Trainer& t, const std::vector<Batch>& batches, const std::function<void(StepPart)>& begins) {
+void train_step(Trainer& t, const std::vector<Batch>& batches,
+                const std::function<void(StepPart)>& begins) {
     t.marks.clear();
     auto begin = [&](StepPart part) { t.marks.push_back({part, mark()}), begins(part); };
     if (t.before_step) { t.before_step(); }
@@ -438,13 +469,15 @@ void train_step(Trainer& t, const std::vector<Batch>& batches, const std::functi
     for (const Batch& batch : batches) {
         begin(FORWARD_BLOCKS);
         auto pass = losses.empty() || t.sums_gradients ? forward_backward : add_gradients;
-        losses.push_back(pass(t.model, batch, loss_scale_of(t.scaler) / batches.size(), [&] { begin(BACKWARD); }));
+        losses.push_back(pass(t.model, batch, loss_scale_of(t.scaler) / batches.size(),
+                              [&] { begin(BACKWARD); }));
         if (t.after_backward) { t.after_backward(); }
     }
     begin(EXPOSED);
     if (t.before_optimizer) { t.before_optimizer(); }
     begin(OPTIMIZER_STEP);
-    t.norm = t.step_optimizer ? t.step_optimizer(t) : optimizer_step(t.model, t.adamw, t.scaler, t.max_norm);
+    t.norm = t.step_optimizer ? t.step_optimizer(t)
+                              : optimizer_step(t.model, t.adamw, t.scaler, t.max_norm);
     begin(STEP_PARTS);
     synchronize();
     t.steps++, t.loss = 0;
@@ -452,10 +485,11 @@ void train_step(Trainer& t, const std::vector<Batch>& batches, const std::functi
     for (const Tensor& loss : losses) { t.loss += to_doubles(loss)[0] / losses.size(); }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// What an experiment runs, and the time of the model's passes: for benchmarking_script (1.1.3), torch_compile (b)
-// (1.3), benchmarking_mixed_precision (c) (1.1.5). Each phase is warmed up and timed by itself, with a device
-// synchronisation after every step and another one before its last part: backward, or the optimizer step.
+// -------------------------------------------------------------------------------------------------
+// What an experiment runs, and the time of the model's passes: for benchmarking_script (1.1.3),
+// torch_compile (b) (1.3), benchmarking_mixed_precision (c) (1.1.5). Each phase is warmed up and
+// timed by itself, with a device synchronisation after every step and another one before its last
+// part: backward, or the optimizer step.
 
 std::vector<Precision> precisions_of(const Options& o) {
     std::vector<Precision> precisions;
@@ -470,17 +504,22 @@ std::vector<Mode> modes_of(const Options& o, const std::vector<ModelConfig>& con
     for (const ModelConfig& c : configs) {
         const Checkpointing& k = context.checkpoint;
         if (k.n > c.num_layers) {
-            usage_error("--checkpoint: got %s, takes at most the model's %d blocks", name_of(k).c_str(), c.num_layers);
+            usage_error("--checkpoint: got %s, takes at most the model's %d blocks",
+                        name_of(k).c_str(), c.num_layers);
         }
         if (k.form == Checkpointing::NESTED && c.num_layers > MOST_NESTED) {
-            usage_error("--checkpoint nested: takes at most %d blocks, got %d: each is a call within the one before",
-                        MOST_NESTED, c.num_layers);
+            usage_error(
+                "--checkpoint nested: takes at most %d blocks, got %d: each is a call within the "
+                "one before",
+                MOST_NESTED, c.num_layers);
         }
         for (Precision precision : precisions) {
             const DType dtype = matmul_dtype(precision);
             const int64_t D = c.d_model / c.num_heads;
             for (Mode& mode : modes) {
-                if (!o.has("mode") && !fastest_flash(context.device, dtype, D)) { mode = std::min(mode, FUSED); }
+                if (!o.has("mode") && !fastest_flash(context.device, dtype, D)) {
+                    mode = std::min(mode, FUSED);
+                }
                 if (mode == FLASH) { require_flash(context.device, dtype, D); }
             }
         }
@@ -488,19 +527,23 @@ std::vector<Mode> modes_of(const Options& o, const std::vector<ModelConfig>& con
     return modes;
 }
 std::string caption_of(Mode mode) {
-    std::string checkpoint = context.checkpoint ? ", checkpoint " + name_of(context.checkpoint) : "";
-    std::string head = context.head_chunk ? ", head chunk " + std::to_string(context.head_chunk) : "";
+    std::string checkpoint =
+        context.checkpoint ? ", checkpoint " + name_of(context.checkpoint) : "";
+    std::string head =
+        context.head_chunk ? ", head chunk " + std::to_string(context.head_chunk) : "";
     return name_of(mode) + std::string(context.recompute ? ", recompute" : "") + checkpoint + head;
 }
-const char* name_of(Phase phase) { return phase == FORWARD ? "forward" : phase == STEP ? "step" : "forward+backward"; }
+const char* name_of(Phase phase) {
+    return phase == FORWARD ? "forward" : phase == STEP ? "step" : "forward+backward";
+}
 std::string row_of(const ModelConfig& c, int B, int T, Phase phase) {
-    return strprintf("%s, batch %d, context length %d, %s, %s %s", c.name.c_str(), B, T, name_of(phase),
-                     name_of(context.precision), caption_of(context.mode).c_str());
+    return strprintf("%s, batch %d, context length %d, %s, %s %s", c.name.c_str(), B, T,
+                     name_of(phase), name_of(context.precision), caption_of(context.mode).c_str());
 }
 
 enum Pass { FW = FORWARD, FWBW = FORWARD_BACKWARD, WHOLE_STEP = STEP, BW_ONLY, OPT_ONLY, PASSES };
-static const char* const pass_names[] = {"forward", "forward+backward", "forward+backward+optimizer", "backward",
-                                         "optimizer step"};
+static const char* const pass_names[] = {
+    "forward", "forward+backward", "forward+backward+optimizer", "backward", "optimizer step"};
 
 struct PassRun {
     size_t predicted = 0, peak = 0;  // bytes
@@ -534,8 +577,9 @@ struct Sweep {
     std::string caption(const std::string& what) const {
         std::set<std::string> vocabularies;
         for (const ModelConfig& c : configs) { vocabularies.insert(std::to_string(c.vocab_size)); }
-        return strprintf("%s; batch %d, context length: %d, vocabulary %s, warmup %d, steps %d", what.c_str(),
-                         o.batch_size, o.context_length, join({vocabularies.begin(), vocabularies.end()}, ",").c_str(),
+        return strprintf("%s; batch %d, context length: %d, vocabulary %s, warmup %d, steps %d",
+                         what.c_str(), o.batch_size, o.context_length,
+                         join({vocabularies.begin(), vocabularies.end()}, ",").c_str(),
                          o.warmup.back(), o.steps);
     }
 };
@@ -553,7 +597,8 @@ static std::vector<Sweep> sweeps_of(Options o) {
     return sweeps;
 }
 // In context's precision and mode.
-static StepRun measure_model(const ModelConfig& c, const Options& o, const std::vector<Phase>& phases) {
+static StepRun measure_model(const ModelConfig& c, const Options& o,
+                             const std::vector<Phase>& phases) {
     StepRun r{c, context.precision, context.mode};
     const int B = o.batch_size, T = o.context_length;
     Model model;
@@ -581,13 +626,15 @@ static StepRun measure_model(const ModelConfig& c, const Options& o, const std::
         };
         run.predicted = predicted_peak(c, B, T, phase);
         if (phase != FORWARD) { last.predicted = run.predicted; }
-        const bool oom = run_if_fits(row_of(c, B, T, phase), run.predicted, measure, memory_use(context.device).now);
+        const bool oom = run_if_fits(row_of(c, B, T, phase), run.predicted, measure,
+                                     memory_use(context.device).now);
         if (oom && phase != FORWARD) { last.all.clear(); }
     }
     return after_warmup(r, o.warmup.back(), o.steps);
 }
 static std::vector<StepRun> measure_sizes(const Sweep& s, Precision precision, Mode mode,
-                                          const std::vector<Phase>& phases = {FORWARD, FORWARD_BACKWARD, STEP}) {
+                                          const std::vector<Phase>& phases = {
+                                              FORWARD, FORWARD_BACKWARD, STEP}) {
     context.precision = precision, context.mode = mode;
     std::vector<StepRun> runs;
     for (const ModelConfig& c : s.configs) { runs.push_back(measure_model(c, s.o, phases)); }
@@ -596,13 +643,15 @@ static std::vector<StepRun> measure_sizes(const Sweep& s, Precision precision, M
 static void require_a_run(bool ran) {
     if (!ran) { fail("nothing fits into the memory that is available"); }
 }
-static std::string mib(size_t bytes, int decimals = 1) { return strprintf("%.*f", decimals, bytes / 1048576.0); }
+static std::string mib(size_t bytes, int decimals = 1) {
+    return strprintf("%.*f", decimals, bytes / 1048576.0);
+}
 static std::string mean_cell(const PassRun& run, const char* format = "%.2f", double unit = 1) {
     return run.ran() ? strprintf(format, run.ms.mean * unit) : oom_cell(run.predicted);
 }
 static Table times_table(const std::string& caption, std::vector<std::string> columns) {
-    columns.insert(columns.end(),
-                   {"fw_mean_ms", "fw_std_ms", "bw_only_mean_ms", "bw_only_std_ms", "fwbw_mean_ms", "fwbw_std_ms"});
+    columns.insert(columns.end(), {"fw_mean_ms", "fw_std_ms", "bw_only_mean_ms", "bw_only_std_ms",
+                                   "fwbw_mean_ms", "fwbw_std_ms"});
     return {caption, columns};
 }
 static void add_times(Table& table, std::vector<std::string> row, const StepRun& r) {
@@ -611,19 +660,24 @@ static void add_times(Table& table, std::vector<std::string> row, const StepRun&
     }
     table.rows.push_back(row);
 }
-static std::string out_of_memory(const std::vector<StepRun>& runs, Pass pass, const std::string& in = "") {
+static std::string out_of_memory(const std::vector<StepRun>& runs, Pass pass,
+                                 const std::string& in = "") {
     std::vector<std::string> sizes;
     for (const StepRun& r : runs) {
         if (!r.pass[pass].ran()) { sizes.push_back(r.config.name); }
     }
-    return sizes.empty() ? "" : " Out of memory" + in + ": " + pass_names[pass] + " of " + list_of(sizes) + ".";
+    return sizes.empty()
+               ? ""
+               : " Out of memory" + in + ": " + pass_names[pass] + " of " + list_of(sizes) + ".";
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// benchmarking_script (1.1.3): (b) the times; (c) the first setting's runs with fewer warm-up steps.
+// -------------------------------------------------------------------------------------------------
+// benchmarking_script (1.1.3): (b) the times; (c) the first setting's runs with fewer warm-up
+// steps.
 
 constexpr double SMALL_DEVIATION = 0.05;  // of the mean
-// Says for each part of a step how long it takes in the largest size where it ran, and where it did not fit.
+// Says for each part of a step how long it takes in the largest size where it ran, and where it did
+// not fit.
 static void answer_step_times(const std::vector<StepRun>& runs) {
     std::vector<std::string> times;
     std::string oom;
@@ -631,13 +685,14 @@ static void answer_step_times(const std::vector<StepRun>& runs) {
         for (size_t i = runs.size(); i-- > 0;) {
             const Stats& ms = runs[i].pass[pass].ms;
             if (ms.n == 0) { continue; }
-            times.push_back(strprintf("%.2f ms for %s of %s", ms.mean, pass_names[pass], runs[i].config.name.c_str()));
+            times.push_back(strprintf("%.2f ms for %s of %s", ms.mean, pass_names[pass],
+                                      runs[i].config.name.c_str()));
             break;
         }
         oom += out_of_memory(runs, pass);
     }
-    answer("b", "In %s, mode %s, the largest that ran takes %s.%s", name_of(runs[0].precision), name_of(runs[0].mode),
-           list_of(times).c_str(), oom.c_str());
+    answer("b", "In %s, mode %s, the largest that ran takes %s.%s", name_of(runs[0].precision),
+           name_of(runs[0].mode), list_of(times).c_str(), oom.c_str());
 
     double most = 0;  // standard deviation over mean
     std::string of;
@@ -659,38 +714,46 @@ static void print_times(const Setting& setting, const Sweep& s) {
                               {"size", "d_model", "d_ff", "num_layers", "num_heads"});
     for (const StepRun& r : setting.runs) {
         const ModelConfig& c = r.config;
-        add_times(table, {c.name, to_cell(c.d_model), to_cell(c.d_ff), to_cell(c.num_layers), to_cell(c.num_heads)}, r);
+        add_times(table,
+                  {c.name, to_cell(c.d_model), to_cell(c.d_ff), to_cell(c.num_layers),
+                   to_cell(c.num_heads)},
+                  r);
     }
     print(table);
     if (setting.runs[0].pass[FW].ran()) { answer_step_times(setting.runs); }
 }
 static void print_seconds(const Setting& first, const Sweep& s) {
-    Table table{s.caption("benchmarking_script, in seconds; " + first.name), {"", "model", "mean", "std"}};
+    Table table{s.caption("benchmarking_script, in seconds; " + first.name),
+                {"", "model", "mean", "std"}};
     for (const StepRun& r : first.runs) {
         for (Pass pass : {FWBW, FW}) {
             const Stats& ms = r.pass[pass].ms;
-            table.row(table.rows.size(), r.config.name + (pass == FW ? " (forward only)" : " (forward, backward)"),
-                      mean_cell(r.pass[pass], "%.6g", 1e-3), ms.n > 1 ? strprintf("%.6g", ms.std / 1e3) : "");
+            table.row(table.rows.size(),
+                      r.config.name + (pass == FW ? " (forward only)" : " (forward, backward)"),
+                      mean_cell(r.pass[pass], "%.6g", 1e-3),
+                      ms.n > 1 ? strprintf("%.6g", ms.std / 1e3) : "");
         }
     }
     print(table);
 }
 static void print_steps(const std::vector<Setting>& settings, const Sweep& s) {
-    Table table{
-        s.caption("benchmarking_script: whole steps, with AdamW"),
-        {"size", "precision", "mode", "opt_mean_ms", "opt_std_ms", "step_mean_ms", "step_std_ms", "peak step MiB"}};
+    Table table{s.caption("benchmarking_script: whole steps, with AdamW"),
+                {"size", "precision", "mode", "opt_mean_ms", "opt_std_ms", "step_mean_ms",
+                 "step_std_ms", "peak step MiB"}};
     for (const Setting& setting : settings) {
         for (const StepRun& r : setting.runs) {
             const PassRun &optimizer = r.pass[OPT_ONLY], &step = r.pass[WHOLE_STEP];
-            table.row(r.config.name, r.precision, r.mode, mean_cell(optimizer), deviation(optimizer.ms, "%.2f"),
-                      mean_cell(step), deviation(step.ms, "%.2f"), step.ran() ? mib(step.peak, 0) : "");
+            table.row(r.config.name, r.precision, r.mode, mean_cell(optimizer),
+                      deviation(optimizer.ms, "%.2f"), mean_cell(step), deviation(step.ms, "%.2f"),
+                      step.ran() ? mib(step.peak, 0) : "");
         }
     }
     print(table);
 }
 
-// Compares the run with the most warm-up steps with what the same run gives after fewer; `steps` are counted. One slow
-// step raises a cold mean and its deviation alike, so only the warm run's deviation is noise.
+// Compares the run with the most warm-up steps with what the same run gives after fewer; `steps`
+// are counted. One slow step raises a cold mean and its deviation alike, so only the warm run's
+// deviation is noise.
 static void answer_warmup(const StepRun& cold, const std::vector<int>& warmup, int steps) {
     bool first_is_slow = false;
     for (Pass pass : {FW, BW_ONLY}) {
@@ -705,30 +768,34 @@ static void answer_warmup(const StepRun& cold, const std::vector<int>& warmup, i
                 verdicts.push_back(strprintf("level with %d", warmup[i]));
                 continue;
             }
-            std::string verdict = strprintf("%.2f times as long with %d", mean / warm.ms.mean, warmup[i]);
+            std::string verdict =
+                strprintf("%.2f times as long with %d", mean / warm.ms.mean, warmup[i]);
             if (difference > 0) {  // by a step that only the cold mean counts
-                const auto slowest = std::max_element(&warm.all[warmup[i]], &warm.all[warmup.back()]);
+                const auto slowest =
+                    std::max_element(&warm.all[warmup[i]], &warm.all[warmup.back()]);
                 const int step = (int)(slowest - &warm.all[0]) + 1;
                 first_is_slow |= step == 1;
                 verdict += strprintf(" (step %d: %.2f ms)", step, *slowest);
             }
             verdicts.push_back(verdict);
         }
-        answer("c", "Against %s, %s of %s is %s.", counted(warmup.back(), "warm-up step").c_str(), pass_names[pass],
-               cold.config.name.c_str(), list_of(verdicts).c_str());
+        answer("c", "Against %s, %s of %s is %s.", counted(warmup.back(), "warm-up step").c_str(),
+               pass_names[pass], cold.config.name.c_str(), list_of(verdicts).c_str());
     }
     if (!first_is_slow) { return; }
     const bool captures = fast_ways.graphs_take && cold.mode == FLASH && context.device == CUDA;
     answer("c", "The first step also %s%s, which raises mean and standard deviation.",
-           context.device == CUDA ? "loads the kernels' code, creates the cuBLAS handle and grows the memory pool"
-                                  : "touches its memory for the first time",
+           context.device == CUDA
+               ? "loads the kernels' code, creates the cuBLAS handle and grows the memory pool"
+               : "touches its memory for the first time",
            captures ? "; the second captures the CUDA graphs" : "");
 }
 static void print_warmups(const Setting& first, const Sweep& s) {
-    Table table = times_table("benchmarking_script (c); " + first.name +
-                                  "; the same runs, counted after fewer steps; " + "only " + first.runs[0].config.name +
-                                  " began in a cold process (any other size: --size NAME --warmup 0)",
-                              {"size", "warmup"});
+    Table table = times_table(
+        "benchmarking_script (c); " + first.name + "; the same runs, counted after fewer steps; " +
+            "only " + first.runs[0].config.name +
+            " began in a cold process (any other size: --size NAME --warmup 0)",
+        {"size", "warmup"});
     for (const StepRun& r : first.runs) {
         for (int warmup : s.o.warmup) {
             add_times(table, {r.config.name, to_cell(warmup)}, after_warmup(r, warmup, s.o.steps));
@@ -744,8 +811,8 @@ int cmd_benchmarking_script(const Options& asked) {
         std::vector<Setting> settings;
         for (Precision precision : s.precisions) {
             for (Mode mode : s.modes) {
-                const std::string name =
-                    strprintf("precision %s, mode %s", name_of(precision), caption_of(mode).c_str());
+                const std::string name = strprintf("precision %s, mode %s", name_of(precision),
+                                                   caption_of(mode).c_str());
                 settings.push_back({name, measure_sizes(s, precision, mode)});
                 print_times(settings.back(), s);
             }
@@ -753,16 +820,19 @@ int cmd_benchmarking_script(const Options& asked) {
         print_steps(settings, s);
         print_seconds(settings[0], s);
         // Only the first length began in a cold process.
-        if (s.o.warmup.size() > 1 && s.o.context_length == asked.context_length) { print_warmups(settings[0], s); }
+        if (s.o.warmup.size() > 1 && s.o.context_length == asked.context_length) {
+            print_warmups(settings[0], s);
+        }
         ran |= settings[0].runs[0].pass[FW].ran();
     }
     require_a_run(ran);
     return 0;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Settings side by side: torch_compile (1.3) (b), the whole model in mode eager (vanilla) and in mode fused, what a
-// compiler, or here a person, makes of it; and benchmarking_mixed_precision (1.1.5) (c).
+// -------------------------------------------------------------------------------------------------
+// Settings side by side: torch_compile (1.3) (b), the whole model in mode eager (vanilla) and in
+// mode fused, what a compiler, or here a person, makes of it; and benchmarking_mixed_precision
+// (1.1.5) (c).
 
 // Of the first and the last size that ran in both.
 static std::string compared(const Setting& ours, const Setting& theirs, Pass pass) {
@@ -771,29 +841,35 @@ static std::string compared(const Setting& ours, const Setting& theirs, Pass pas
         const Stats &a = ours.runs[i].pass[pass].ms, &b = theirs.runs[i].pass[pass].ms;
         if (a.n == 0 || b.n == 0) { continue; }
         const char* why = level(a, b);
-        verdicts.push_back((why ? strprintf("level %s", why) : strprintf("%.2f times as fast", b.mean / a.mean)) +
-                           " for " + ours.runs[i].config.name);
+        verdicts.push_back(
+            (why ? strprintf("level %s", why) : strprintf("%.2f times as fast", b.mean / a.mean)) +
+            " for " + ours.runs[i].config.name);
     }
     if (verdicts.empty()) { return "not to be compared"; }
     return (verdicts.size() > 1 ? verdicts[0] + " and " : "") + verdicts.back();
 }
 // Prints table and answers; false where nothing ran.
-static bool compare_settings(const std::string& caption, const char* part, const std::vector<Setting>& settings,
+static bool compare_settings(const std::string& caption, const char* part,
+                             const std::vector<Setting>& settings,
                              const std::vector<Pass>& passes) {
     const Setting& first = settings[0];
     Table table{caption, {"size", "run_type", first.name + " (ms)"}};
     for (size_t k = 1; k < settings.size(); k++) {
-        table.columns.insert(table.columns.end(), {settings[k].name + " (ms)",
-                                                   settings.size() > 2 ? settings[k].name + " speedup" : "speedup"});
+        table.columns.insert(table.columns.end(),
+                             {settings[k].name + " (ms)",
+                              settings.size() > 2 ? settings[k].name + " speedup" : "speedup"});
     }
     for (size_t i = 0; i < first.runs.size(); i++) {
         for (Pass pass : passes) {
             const PassRun& theirs = first.runs[i].pass[pass];
-            std::vector<std::string> row = {first.runs[i].config.name, pass_names[pass], mean_cell(theirs)};
+            std::vector<std::string> row = {first.runs[i].config.name, pass_names[pass],
+                                            mean_cell(theirs)};
             for (size_t k = 1; k < settings.size(); k++) {
                 const PassRun& ours = settings[k].runs[i].pass[pass];
                 row.push_back(mean_cell(ours));
-                row.push_back(ours.ran() && theirs.ran() ? strprintf("%.2fx", theirs.ms.mean / ours.ms.mean) : "");
+                row.push_back(ours.ran() && theirs.ran()
+                                  ? strprintf("%.2fx", theirs.ms.mean / ours.ms.mean)
+                                  : "");
             }
             table.rows.push_back(row);
         }
@@ -802,10 +878,13 @@ static bool compare_settings(const std::string& caption, const char* part, const
     if (!first.runs[0].pass[FW].ran()) { return false; }
     for (size_t k = 1; k < settings.size(); k++) {
         std::string oom;
-        for (const Setting& s : {first, settings[k]}) { oom += out_of_memory(s.runs, passes.back(), " in " + s.name); }
-        answer(part, "Beside %s, %s %s is %s. Its %s is %s.%s", first.name.c_str(), settings[k].name.c_str(),
-               pass_names[passes.front()], compared(settings[k], first, passes.front()).c_str(),
-               pass_names[passes.back()], compared(settings[k], first, passes.back()).c_str(), oom.c_str());
+        for (const Setting& s : {first, settings[k]}) {
+            oom += out_of_memory(s.runs, passes.back(), " in " + s.name);
+        }
+        answer(part, "Beside %s, %s %s is %s. Its %s is %s.%s", first.name.c_str(),
+               settings[k].name.c_str(), pass_names[passes.front()],
+               compared(settings[k], first, passes.front()).c_str(), pass_names[passes.back()],
+               compared(settings[k], first, passes.back()).c_str(), oom.c_str());
     }
     return true;
 }
@@ -816,24 +895,28 @@ int cmd_torch_compile(const Options& asked) {
     bool ran = false;
     for (const Sweep& s : sweeps) {
         for (Precision precision : s.precisions) {
-            const std::string caption = "torch_compile (b): whole model; vanilla = eager, compiled = fused; precision ";
-            ran |= compare_settings(
-                s.caption(caption + name_of(precision)), "b",
-                {{"vanilla", measure_sizes(s, precision, EAGER)}, {"compiled", measure_sizes(s, precision, FUSED)}},
-                {FW, FWBW, WHOLE_STEP});
+            const std::string caption =
+                "torch_compile (b): whole model; vanilla = eager, compiled = fused; precision ";
+            ran |= compare_settings(s.caption(caption + name_of(precision)), "b",
+                                    {{"vanilla", measure_sizes(s, precision, EAGER)},
+                                     {"compiled", measure_sizes(s, precision, FUSED)}},
+                                    {FW, FWBW, WHOLE_STEP});
         }
     }
     require_a_run(ran);
     return 0;
 }
 
-// Says in which of the modes that ran autocast's gradients are not as PyTorch's: see gradient_target.
+// Says in which of the modes that ran autocast's gradients are not as PyTorch's: see
+// gradient_target.
 static void answer_gradients(const std::vector<Setting>& settings) {
     for (const Setting& setting : settings) {
         const StepRun& r = setting.runs[0];
         const bool autocast = r.precision == PREC_BF16 || r.precision == PREC_FP16;
         if (!autocast || r.mode == EAGER || !r.pass[BW_ONLY].ran()) { continue; }
-        answer("c", "In mode %s under %s the matrices' gradients are in 16 bits, where PyTorch's autocast has fp32.",
+        answer("c",
+               "In mode %s under %s the matrices' gradients are in 16 bits, where PyTorch's "
+               "autocast has fp32.",
                name_of(r.mode), name_of(r.precision));
     }
 }
@@ -847,27 +930,32 @@ int cmd_benchmarking_mixed_precision(const Options& asked) {
             for (Precision precision : s.precisions) {
                 if (precision == TF32 && context.device == CPU && !settings.empty()) { continue; }
                 settings.push_back(
-                    {name_of(precision), measure_sizes(s, precision, mode, {FORWARD, FORWARD_BACKWARD})});
+                    {name_of(precision),
+                     measure_sizes(s, precision, mode, {FORWARD, FORWARD_BACKWARD})});
             }
-            ran |= compare_settings(s.caption(std::string("benchmarking_mixed_precision (c); mode ") + name_of(mode)),
-                                    "c", settings, {FW, BW_ONLY});
+            ran |= compare_settings(
+                s.caption(std::string("benchmarking_mixed_precision (c); mode ") + name_of(mode)),
+                "c", settings, {FW, BW_ONLY});
             answer_gradients(settings);
         }
     }
     require_a_run(ran);
     if (context.device == CPU) {
-        answer("c", "On a CPU low precision saves no arithmetic: tf32 is fp32, and 16-bit products run in fp32.");
+        answer("c",
+               "On a CPU low precision saves no arithmetic: tf32 is fp32, and 16-bit products run "
+               "in fp32.");
     }
     return 0;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// gradient_checkpointing (2026, 3.2.1): (a) the strategy that holds least, found on META; (b) without nesting, how many
-// blocks make the best checkpoint.
+// -------------------------------------------------------------------------------------------------
+// gradient_checkpointing (2026, 3.2.1): (a) the strategy that holds least, found on META; (b)
+// without nesting, how many blocks make the best checkpoint.
 
 struct CheckpointRun {
     Checkpointing checkpoint;
-    size_t beside;  // bytes that forward and backward hold at most beside weights and gradients, predicted
+    // bytes that forward and backward hold at most beside weights and gradients, predicted
+    size_t beside;
     PassRun step;
     size_t bytes() const { return step.ran() ? step.peak : step.predicted; }
 };
@@ -888,24 +976,29 @@ static std::vector<CheckpointRun> run_checkpoints(const ModelConfig& c, const Op
     for (const char* name : {"1", "2", "4", "8", "none"}) {
         context.checkpoint = checkpointing_from(name);
         if (context.checkpoint.n > c.num_layers) { continue; }
-        runs.push_back({context.checkpoint, peak_beside_gradients(c, o.batch_size, o.context_length),
+        runs.push_back({context.checkpoint,
+                        peak_beside_gradients(c, o.batch_size, o.context_length),
                         measure_model(c, o, {STEP}).pass[WHOLE_STEP]});
     }
     return runs;
 }
 // Answers (a) by predictions, since nesting runs so many blocks again.
-static void answer_strategy(const std::vector<CheckpointRun>& runs, const CheckpointRun& nested, int N) {
+static void answer_strategy(const std::vector<CheckpointRun>& runs, const CheckpointRun& nested,
+                            int N) {
     const CheckpointRun &block = runs.front(), &without = runs.back();
-    answer(
-        "a",
-        "Beside weights and gradients linear nesting holds %s: %s MiB, against %s with a checkpoint per block and %s "
-        "without. It holds two inputs and one block's residuals, O(1) memory, and runs N (N - 1) / 2 = %d blocks "
-        "again, O(N^2) compute.",
-        nested.beside < std::min(block.beside, without.beside) ? "least" : "not least", mib(nested.beside).c_str(),
-        mib(block.beside).c_str(), mib(without.beside).c_str(), N * (N - 1) / 2);
+    answer("a",
+           "Beside weights and gradients linear nesting holds %s: %s MiB, against %s with a "
+           "checkpoint per block and %s without. It holds two inputs and one block's residuals, "
+           "O(1) memory, and runs N (N - 1) / 2 = %d blocks again, O(N^2) compute.",
+           nested.beside < std::min(block.beside, without.beside) ? "least" : "not least",
+           mib(nested.beside).c_str(), mib(block.beside).c_str(), mib(without.beside).c_str(),
+           N * (N - 1) / 2);
     const double saved = 1 - (double)nested.step.predicted / block.step.predicted;
-    answer("a", "A whole step, where gradients come as inputs go, peaks at %s MiB: nesting saves %s against %s MiB.",
-           mib(nested.step.predicted).c_str(), saved < 0.005 ? "nothing" : strprintf("%.1f %%", 100 * saved).c_str(),
+    answer("a",
+           "A whole step, where gradients come as inputs go, peaks at %s MiB: nesting saves %s "
+           "against %s MiB.",
+           mib(nested.step.predicted).c_str(),
+           saved < 0.005 ? "nothing" : strprintf("%.1f %%", 100 * saved).c_str(),
            mib(block.step.predicted).c_str());
     sketch(R"(def run(blocks, x):
     if len(blocks) > 1:
@@ -913,7 +1006,8 @@ static void answer_strategy(const std::vector<CheckpointRun>& runs, const Checkp
     return blocks[-1](x)
 )");
 }
-// (b): the least peak of a step among the sizes of checkpoints that ran. Peaks that differ by less than 0.1 % are one.
+// (b): the least peak of a step among the sizes of checkpoints that ran. Peaks that differ by less
+// than 0.1 % are one.
 static void answer_sizes(const std::vector<CheckpointRun>& runs, const std::string& model) {
     const CheckpointRun* best = nullptr;
     for (const CheckpointRun& r : runs) {
@@ -926,11 +1020,13 @@ static void answer_sizes(const std::vector<CheckpointRun>& runs, const std::stri
         if (r.checkpoint && r.step.ran() && r.bytes() < 1.001 * best->bytes()) {
             least.push_back(size);
         } else {
-            others.push_back(mib(r.bytes()) + (r.step.ran() ? " with " : " (out of memory) with ") + size);
+            others.push_back(mib(r.bytes()) + (r.step.ran() ? " with " : " (out of memory) with ") +
+                             size);
         }
     }
-    answer("b", "In %s a step's peak is least with %s per checkpoint: %s MiB. Else it is %s.", model.c_str(),
-           list_of(least).c_str(), mib(best->bytes()).c_str(), list_of(others).c_str());
+    answer("b", "In %s a step's peak is least with %s per checkpoint: %s MiB. Else it is %s.",
+           model.c_str(), list_of(least).c_str(), mib(best->bytes()).c_str(),
+           list_of(others).c_str());
 }
 int cmd_gradient_checkpointing(const Options& asked) {
     context.checkpoint = {Checkpointing::NESTED};  // sweeps_of refuses too many blocks
@@ -942,25 +1038,29 @@ int cmd_gradient_checkpointing(const Options& asked) {
     CheckpointRun nested{context.checkpoint, peak_beside_gradients(c, B, T), {}};
     nested.step.predicted = predicted_peak(c, B, T, STEP);
     const std::vector<CheckpointRun> runs = run_checkpoints(c, s.o);
-    Table table{
-        s.caption(strprintf("gradient_checkpointing: %s, N = %d blocks, precision %s, mode %s; beside: held beside "
-                            "weights and gradients, predicted; step: with AdamW",
-                            c.name.c_str(), c.num_layers, name_of(context.precision), name_of(context.mode))),
-        {"blocks per checkpoint", "beside MiB", "predicted step MiB", "peak step MiB", "step_mean_ms"}};
+    Table table{s.caption(strprintf(
+                    "gradient_checkpointing: %s, N = %d blocks, precision %s, mode %s; beside: "
+                    "held beside weights and gradients, predicted; step: with AdamW",
+                    c.name.c_str(), c.num_layers, name_of(context.precision),
+                    name_of(context.mode))),
+                {"blocks per checkpoint", "beside MiB", "predicted step MiB", "peak step MiB",
+                 "step_mean_ms"}};
     for (const auto& [checkpoint, beside, step] : runs) {
-        table.row(name_of(checkpoint), mib(beside), mib(step.predicted), step.ran() ? mib(step.peak) : "",
-                  mean_cell(step));
+        table.row(name_of(checkpoint), mib(beside), mib(step.predicted),
+                  step.ran() ? mib(step.peak) : "", mean_cell(step));
     }
     table.row("nested", mib(nested.beside), mib(nested.step.predicted), "", "");
     print(table);
     answer_strategy(runs, nested, c.num_layers);
     answer_sizes(runs, c.name);
-    require_a_run(std::any_of(runs.begin(), runs.end(), [](const CheckpointRun& r) { return r.step.ran(); }));
+    require_a_run(
+        std::any_of(runs.begin(), runs.end(), [](const CheckpointRun& r) { return r.step.ran(); }));
     return 0;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// model: your weights and batch in, our logits, loss, gradients and (after N AdamW steps) parameters out.
+// -------------------------------------------------------------------------------------------------
+// model: your weights and batch in, our logits, loss, gradients and (after N AdamW steps)
+// parameters out.
 
 // Element i of a file's tensor, which may lie at any address.
 template <class T>
@@ -969,10 +1069,13 @@ static T element(const FileTensor& f, int64_t i) {
     memcpy(&x, (const char*)f.data + i * sizeof(T), sizeof(T));
     return x;
 }
-static Tensor tensor_from_file(const FileTensor& f) {  // F32 or BF16 -> F32, I64 or I32 -> I32, on the CPU
+// F32 or BF16 -> F32, I64 or I32 -> I32, on the CPU
+static Tensor tensor_from_file(const FileTensor& f) {
     Tensor t = empty_on(CPU, f.shape, f.dtype[0] == 'I' ? I32 : F32, INPUTS);
     if (f.dtype == "F32") { memcpy(t.data, f.data, f.bytes); }
-    for (int64_t i = 0; f.dtype == "BF16" && i < t.size(); i++) { t.as<float>()[i] = element<bf16>(f, i); }
+    for (int64_t i = 0; f.dtype == "BF16" && i < t.size(); i++) {
+        t.as<float>()[i] = element<bf16>(f, i);
+    }
     for (int64_t i = 0; t.dtype == I32 && i < t.size(); i++) {
         const int64_t value = f.dtype == "I64" ? element<int64_t>(f, i) : element<int>(f, i);
         t.as<int>()[i] = value == (int)value ? (int)value : -1;  // -1: refused as a token below
@@ -983,12 +1086,15 @@ static Batch read_batch(const std::string& path, int V) {
     const SafeTensors file = load_safetensors(path);
     require_no_others(file, {"tokens", "targets"}, "tokens or targets");
     const Shape shape = require_tensor(file, "tokens", {-1, -1}, {"I32", "I64"}).shape;
-    if (count(shape) == 0) { fail("%s: tensor tokens: is empty, %s", path.c_str(), to_string(shape).c_str()); }
+    if (count(shape) == 0) {
+        fail("%s: tensor tokens: is empty, %s", path.c_str(), to_string(shape).c_str());
+    }
     auto read = [&](const char* name) {
         Tensor t = tensor_from_file(require_tensor(file, name, shape, {"I32", "I64"}));
         for (int64_t i = 0; i < t.size(); i++) {
             if (t.as<int>()[i] >= 0 && t.as<int>()[i] < V) { continue; }
-            fail("%s: tensor %s: element %" PRId64 " is not a token of a vocabulary of %d", path.c_str(), name, i, V);
+            fail("%s: tensor %s: element %" PRId64 " is not a token of a vocabulary of %d",
+                 path.c_str(), name, i, V);
         }
         return to_device(t, context.device);
     };
@@ -996,8 +1102,11 @@ static Batch read_batch(const std::string& path, int V) {
 }
 using NamedTensors = std::vector<std::pair<std::string, Tensor>>;
 // What an arena of weights, gradients or moments has of each parameter.
-static void add_parts(NamedTensors& list, const std::string& prefix, const Model& model, const Tensor& arena) {
-    for (const Parameter& p : model.parameters) { list.push_back({prefix + p.name, view(arena, p.offset, p.shape)}); }
+static void add_parts(NamedTensors& list, const std::string& prefix, const Model& model,
+                      const Tensor& arena) {
+    for (const Parameter& p : model.parameters) {
+        list.push_back({prefix + p.name, view(arena, p.offset, p.shape)});
+    }
 }
 // Writes tensors as F32.
 static void save_tensors(const std::string& path, const NamedTensors& list) {
@@ -1013,21 +1122,28 @@ static void save_tensors(const std::string& path, const NamedTensors& list) {
 // Every tensor that is missing, superfluous or wrong-shaped is refused by name.
 static Model read_model(const Options& o) {
     const SafeTensors file = load_safetensors(o.weights);
-    const Shape embedding = require_tensor(file, "token_embeddings.weight", {-1, -1}, {"F32", "BF16"}).shape,
-                w1 = require_tensor(file, "layers.0.ffn.w1.weight", {-1, -1}, {"F32", "BF16"}).shape;
-    for (int64_t n : {embedding[0], embedding[1], w1[0]}) {  // a tensor that is empty may claim any length
+    const Shape
+        embedding =
+            require_tensor(file, "token_embeddings.weight", {-1, -1}, {"F32", "BF16"}).shape,
+        w1 = require_tensor(file, "layers.0.ffn.w1.weight", {-1, -1}, {"F32", "BF16"}).shape;
+    // a tensor that is empty may claim any length
+    for (int64_t n : {embedding[0], embedding[1], w1[0]}) {
         if (n < 1 || n > INT_MAX) {
             fail("%s: expected sizes from 1 to %d, found %" PRId64, o.weights.c_str(), INT_MAX, n);
         }
     }
-    ModelConfig c{"custom", (int)embedding[1], (int)w1[0], 1, o.num_heads, (int)embedding[0], (float)o.rope_theta};
-    while (file.tensors.count("layers." + std::to_string(c.num_layers) + ".ln1.weight")) { c.num_layers++; }
+    ModelConfig c{"custom",    (int)embedding[1], (int)w1[0],         1,
+                  o.num_heads, (int)embedding[0], (float)o.rope_theta};
+    while (file.tensors.count("layers." + std::to_string(c.num_layers) + ".ln1.weight")) {
+        c.num_layers++;
+    }
     check_config(c);
     context.mode = modes_of(o, {c}, {context.precision})[0];
     Model model = make_model(c);
     std::set<std::string> known;
     for (const Parameter& p : model.parameters) {
-        const Tensor from = tensor_from_file(require_tensor(file, p.name, p.shape, {"F32", "BF16"}));
+        const Tensor from =
+            tensor_from_file(require_tensor(file, p.name, p.shape, {"F32", "BF16"}));
         copy_or_add(detached(p.weight), to_device(from, context.device), false);
         known.insert(p.name);
     }
@@ -1038,15 +1154,18 @@ static Model read_model(const Options& o) {
 // The least loss scale that is tried, fp16's smallest normal number.
 constexpr float LEAST_SCALE = 0x1p-14f;
 static void require_scale(const LossScaler& scaler) {
-    if (scaler.scale < LEAST_SCALE) { fail("fp16: the gradients are not finite at any loss scale"); }
+    if (scaler.scale < LEAST_SCALE) {
+        fail("fp16: the gradients are not finite at any loss scale");
+    }
 }
 
-// Leaves the gradients, multiplied by the loss scale, and returns logits and loss. In fp16 the scale halves until all
-// gradients are finite.
+// Leaves the gradients, multiplied by the loss scale, and returns logits and loss. In fp16 the
+// scale halves until all gradients are finite.
 static NamedTensors logits_and_loss(Trainer& t, const Batch& batch) {
     for (;;) {
         zero_gradients(t.model);
-        const Tensor logits = forward(t.model, batch.tokens), loss = cross_entropy(logits, batch.targets);
+        const Tensor logits = forward(t.model, batch.tokens),
+                     loss = cross_entropy(logits, batch.targets);
         backward_from_loss(t.model, loss, loss_scale_of(t.scaler));
         if (context.precision != PREC_FP16 || std::isfinite(gradient_norm(t.model))) {
             return {{"logits", logits}, {"loss", loss}};
@@ -1074,14 +1193,15 @@ int cmd_model(const Options& o) {
     }
     if (o.steps > 0) { add_parts(out, "param.", model, model.weights); }
     save_tensors(o.out, out);
-    printf("model %s: %d layers, tokens %s; loss %.6f; wrote %zu tensors to %s\n", o.weights.c_str(),
-           model.config.num_layers, to_string(batch.tokens.shape).c_str(), loss, out.size(), o.out.c_str());
+    printf("model %s: %d layers, tokens %s; loss %.6f; wrote %zu tensors to %s\n",
+           o.weights.c_str(), model.config.num_layers, to_string(batch.tokens.shape).c_str(), loss,
+           out.size(), o.out.c_str());
     return 0;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// train: a demo in one process. It trains on a real text, byte by byte, prints the loss of a part that it never trained
-// on, and continues that part.
+// -------------------------------------------------------------------------------------------------
+// train: a demo in one process. It trains on a real text, byte by byte, prints the loss of a part
+// that it never trained on, and continues that part.
 
 struct Text {
     std::vector<uint8_t> bytes;
@@ -1093,15 +1213,20 @@ static Text read_text(const std::string& path, int T) {
     const int64_t size = std::min<int64_t>(file.tellg(), INT_MAX);
     if (size < 0) { fail("%s: cannot be read: %s", path.c_str(), strerror(errno)); }
     if (size / 10 < T + 1) {
-        fail("%s: %" PRId64 " bytes are too few: a tenth has to be longer than a context of %d", path.c_str(), size, T);
+        fail("%s: %" PRId64 " bytes are too few: a tenth has to be longer than a context of %d",
+             path.c_str(), size, T);
     }
-    if (file.tellg() > size) { note("train: takes the first %" PRId64 " bytes of %s", size, path.c_str()); }
+    if (file.tellg() > size) {
+        note("train: takes the first %" PRId64 " bytes of %s", size, path.c_str());
+    }
 
     Text text;
     text.bytes.resize(size);
     text.train = size - size / 10;
     file.seekg(0);
-    if (!file.read((char*)text.bytes.data(), size)) { fail("%s: cannot be read: %s", path.c_str(), strerror(errno)); }
+    if (!file.read((char*)text.bytes.data(), size)) {
+        fail("%s: cannot be read: %s", path.c_str(), strerror(errno));
+    }
     return text;
 }
 static Batch windows(const Text& text, const std::vector<int64_t>& starts, int T) {
@@ -1123,10 +1248,12 @@ static Batch training_batch(const Text& text, const Options& o, int step) {
 // Returns the mean loss of the held-out windows, or of 100 that lie evenly among them.
 static double held_out_loss(Model& model, const Text& text, int T) {
     NoGrad no_grad;
-    const int64_t all = ((int64_t)text.bytes.size() - text.train - 1) / T, n = std::min<int64_t>(all, 100);
+    const int64_t all = ((int64_t)text.bytes.size() - text.train - 1) / T,
+                  n = std::min<int64_t>(all, 100);
     double sum = 0;
     for (int64_t i = 0; i < n; i++) {
-        sum += to_doubles(forward_to_loss(model, windows(text, {text.train + i * all / n * T}, T)))[0];
+        sum +=
+            to_doubles(forward_to_loss(model, windows(text, {text.train + i * all / n * T}, T)))[0];
     }
     drop_weight_copies(model.slots);
     return sum / n;
@@ -1152,7 +1279,8 @@ static std::string sample_text(Model& model, const Text& text, int T, int n, uin
     for (int i = 0; i < n; i++) {
         const Tensor logits = forward(model, from_ints({tokens.end() - T, tokens.end()}, {1, T}));
         const int64_t V = logits.dim(-1);
-        const int token = draw_token(to_doubles(view(contiguous(logits), (T - 1) * V, {V})), seed, i);
+        const int token =
+            draw_token(to_doubles(view(contiguous(logits), (T - 1) * V, {V})), seed, i);
         tokens.push_back(token);
         const bool printable = token < 127 && (token >= 32 || token == '\n');
         out += printable ? std::string(1, (char)token) : strprintf("\\x%02x", token);
@@ -1160,8 +1288,8 @@ static std::string sample_text(Model& model, const Text& text, int T, int n, uin
     return out;
 }
 
-// Fails where loss or gradients' norm is not finite; in fp16 such a norm halves the loss scale, until it is below the
-// least.
+// Fails where loss or gradients' norm is not finite; in fp16 such a norm halves the loss scale,
+// until it is below the least.
 static void take_steps(Trainer& t, const Text& text, const Options& o, Table& rows) {
     const int rows_apart = std::max(1, o.steps / 20);
     while (t.steps < o.steps) {
@@ -1170,7 +1298,8 @@ static void take_steps(Trainer& t, const Text& text, const Options& o, Table& ro
         const double start = now_ms();
         train_step(t, {batch});
         const double ms = now_ms() - start;
-        const bool skipped = !std::isfinite(t.norm) && context.precision == PREC_FP16 && t.scaler.scale >= LEAST_SCALE;
+        const bool skipped = !std::isfinite(t.norm) && context.precision == PREC_FP16 &&
+                             t.scaler.scale >= LEAST_SCALE;
         if (!std::isfinite(t.loss) || (!std::isfinite(t.norm) && !skipped)) {
             print(rows);
             fail("step %d: the %s is not finite; a smaller --lr may help", t.steps,
@@ -1178,8 +1307,10 @@ static void take_steps(Trainer& t, const Text& text, const Options& o, Table& ro
         }
         progress("step %d of %d: loss %.4f", t.steps, o.steps, t.loss);
         if (t.steps % rows_apart == 0 || t.steps == o.steps || t.steps == 1) {
-            rows.row(t.steps, strprintf("%.7f", t.loss), skipped ? "overflow, step skipped" : strprintf("%.3f", t.norm),
-                     strprintf("%.2f", ms), strprintf("%.0f", 1e3 * o.batch_size * o.context_length / ms));
+            rows.row(t.steps, strprintf("%.7f", t.loss),
+                     skipped ? "overflow, step skipped" : strprintf("%.3f", t.norm),
+                     strprintf("%.2f", ms),
+                     strprintf("%.0f", 1e3 * o.batch_size * o.context_length / ms));
         }
     }
 }
@@ -1198,10 +1329,12 @@ int cmd_train(const Options& o) {
     t.model = random_model(c, o.seed);
     const double before = held_out_loss(t.model, text, T);
     note("train: held-out loss %.4f before the first step", before);
-    Table rows{strprintf("train %s: %zu bytes, a tenth held out; d_model %d, d_ff %d, %d layers, %d heads; batch %d, "
-                         "context length: %d, seed %" PRIu64 ", lr %g; precision %s, mode %s",
-                         o.data.c_str(), text.bytes.size(), c.d_model, c.d_ff, c.num_layers, c.num_heads, o.batch_size,
-                         T, o.seed, o.lr, name_of(context.precision), name_of(context.mode)),
+    Table rows{strprintf("train %s: %zu bytes, a tenth held out; d_model %d, d_ff %d, %d layers, "
+                         "%d heads; batch %d, context length: %d, seed %" PRIu64
+                         ", lr %g; precision %s, mode %s",
+                         o.data.c_str(), text.bytes.size(), c.d_model, c.d_ff, c.num_layers,
+                         c.num_heads, o.batch_size, T, o.seed, o.lr, name_of(context.precision),
+                         name_of(context.mode)),
                {"step", "loss", "gradient norm", "ms", "tokens/s"}};
     take_steps(t, text, o, rows);
     print(rows);
@@ -1210,8 +1343,10 @@ int cmd_train(const Options& o) {
     if (!std::isfinite(after)) {
         fail("after step %d the held-out loss is not finite; a smaller --lr may help", t.steps);
     }
-    Table summary{"train: loss in nats per byte", {"held-out loss before", "held-out loss after", "steps", "peak MiB"}};
-    summary.row(strprintf("%.4f", before), strprintf("%.4f", after), t.steps, mib(memory_use(context.device).peak, 0));
+    Table summary{"train: loss in nats per byte",
+                  {"held-out loss before", "held-out loss after", "steps", "peak MiB"}};
+    summary.row(strprintf("%.4f", before), strprintf("%.4f", after), t.steps,
+                mib(memory_use(context.device).peak, 0));
     print(summary);
     if (o.sample > 0) {
         answer("", "The held-out text's first %d bytes continued:", T);

@@ -1,13 +1,14 @@
-// precision.cu: section 1.1.5, what a number costs when it has fewer bits. What rounding to 16 bits does to a long sum,
-// which operations autocast therefore leaves in fp32, and how fp16 is kept from underflowing. lib/formats.h has the
-// formats, and how a float is rounded to them, bit by bit.
+// precision.cu: section 1.1.5, what a number costs when it has fewer bits. What rounding to 16 bits
+// does to a long sum, which operations autocast therefore leaves in fp32, and how fp16 is kept from
+// underflowing. lib/formats.h has the formats, and how a float is rounded to them, bit by bit.
 #include "cs336.h"
 
-// ---------------------------------------------------------------------------------------------------------------------
-// mixed_precision_accumulation: s = 0; a thousand times s = round(s + x), with x = round(0.01). Both roundings err.
-// x is rounded once, but its error is added a thousand times. s is rounded in every step, by up to half of its last
-// bit, and by the same error while s stays between two powers of two. The rounding of s can stop the sum: when x is
-// less than half of the last bit of s, s no longer moves.
+// -------------------------------------------------------------------------------------------------
+// mixed_precision_accumulation: s = 0; a thousand times s = round(s + x), with x = round(0.01).
+// Both roundings err. x is rounded once, but its error is added a thousand times. s is rounded in
+// every step, by up to half of its last bit, and by the same error while s stays between two powers
+// of two. The rounding of s can stop the sum: when x is less than half of the last bit of s, s no
+// longer moves.
 
 constexpr int ADDITIONS = 1000;
 
@@ -19,8 +20,8 @@ struct Accumulation {
     float sum;
     int stalled;  // after so many additions the sum did not move any more
 };
-// Operations run in fp32 and are then rounded to `format`. For fp16 and bf16 this is what one correctly rounded
-// operation gives: fp32's 24 bits are at least 2 p + 2 (p: their 11 and 8 bits).
+// Operations run in fp32 and are then rounded to `format`. For fp16 and bf16 this is what one
+// correctly rounded operation gives: fp32's 24 bits are at least 2 p + 2 (p: their 11 and 8 bits).
 static Accumulation accumulate(DType format, DType addend_format) {
     float x = rounded(0.01f, addend_format), s = 0;
     int stalled = 0;
@@ -38,18 +39,21 @@ int cmd_mixed_precision_accumulation(const Options& o) {
         const char* what;
         DType format, addend;
     };
-    // The first four are the handout's. Widening an addend to fp32 changes nothing, so rows 3 and 4 are one
-    // computation.
+    // The first four are the handout's. Widening an addend to fp32 changes nothing, so rows 3 and 4
+    // are one computation.
     const Row rows[] = {{"fp32 += fp32", F32, F32},
                         {"fp16 += fp16", F16, F16},
                         {"fp32 += fp16", F32, F16},
                         {"fp32 += fp32(fp16)", F32, F16},
                         {"bf16 += bf16", BF16, BF16}};
-    Table table{strprintf("mixed_precision_accumulation: 0.01 added %d times, device cpu", ADDITIONS),
-                {"what", "sum", "error against 10", "rounding the addend", "rounding the sum", "stops after"}};
+    Table table{strprintf("mixed_precision_accumulation: 0.01 added %d times, device cpu",
+                          ADDITIONS),
+                {"what", "sum", "error against 10", "rounding the addend", "rounding the sum",
+                 "stops after"}};
     for (const Row& row : rows) {
         Accumulation a = accumulate(row.format, row.addend);
-        double exact_sum = ADDITIONS * (double)rounded(0.01f, row.addend);  // of the rounded addends
+        // of the rounded addends
+        double exact_sum = ADDITIONS * (double)rounded(0.01f, row.addend);
         table.row(row.what, strprintf("%.7f", a.sum), strprintf("%.7f", a.sum - 10.0),
                   strprintf("%.7f", exact_sum - 10), strprintf("%.7f", a.sum - exact_sum),
                   a.stalled < ADDITIONS ? std::to_string(a.stalled) : "");
@@ -58,24 +62,26 @@ int cmd_mixed_precision_accumulation(const Options& o) {
 
     const Accumulation bf16_sum = accumulate(BF16, BF16);
     answer("",
-           "Sums are kept in fp32, while factors may have 16 bits: 1000 times 0.01 is %.4f in fp32 and %.4f in fp16. "
-           "With fp16 addends the fp32 sum is %.4f: widening the addend does not bring back the "
-           "%.4f that its rounding costs. A bf16 sum stops at %g after %d additions, where 0.01 is less than half of "
-           "its last bit.",
+           "Sums are kept in fp32, while factors may have 16 bits: 1000 times 0.01 is %.4f in fp32 "
+           "and %.4f in fp16. With fp16 addends the fp32 sum is %.4f: widening the addend does not "
+           "bring back the %.4f that its rounding costs. A bf16 sum stops at %g after %d "
+           "additions, where 0.01 is less than half of its last bit.",
            accumulate(F32, F32).sum, accumulate(F16, F16).sum, accumulate(F32, F16).sum,
            ADDITIONS * (double)rounded(0.01f, F16) - 10, bf16_sum.sum, bf16_sum.stalled);
     return 0;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// benchmarking_mixed_precision (a): autocast does not convert a model, it chooses a dtype for each operation. Matrix
-// products take 16-bit copies of their operands, because tensor cores run those at several times fp32's rate and sum in
-// fp32 anyway; exp, log, powers, sums, norms and losses run in fp32; the rest takes what it is given. Parameters stay
-// in fp32, and so do the gradients of this toy model: the gradient of a cast casts back. (The Transformer's may be
-// 16-bit outside mode eager: see Gradient in lib/lib.h.)
+// -------------------------------------------------------------------------------------------------
+// benchmarking_mixed_precision (a): autocast does not convert a model, it chooses a dtype for each
+// operation. Matrix products take 16-bit copies of their operands, because tensor cores run those
+// at several times fp32's rate and sum in fp32 anyway; exp, log, powers, sums, norms and losses run
+// in fp32; the rest takes what it is given. Parameters stay in fp32, and so do the gradients of
+// this toy model: the gradient of a cast casts back. (The Transformer's may be 16-bit outside mode
+// eager: see Gradient in lib/lib.h.)
 
-// y = (x - mean) / sqrt(var + eps) * weight + bias over the last dimension, var = mean((x - mean)^2). PyTorch's
-// layer_norm is one operation on autocast's fp32 list, so its input is widened first.
+// y = (x - mean) / sqrt(var + eps) * weight + bias over the last dimension, var = mean((x -
+// mean)^2). PyTorch's layer_norm is one operation on autocast's fp32 list, so its input is widened
+// first.
 static Tensor layer_norm(const Tensor& x16, const Tensor& weight, const Tensor& bias, float eps) {
     Tensor x = cast(x16, F32);
     Tensor centred = sub(x, mean_last(x));
@@ -83,8 +89,9 @@ static Tensor layer_norm(const Tensor& x16, const Tensor& weight, const Tensor& 
     return add(mul(mul(centred, rsqrt(add_scalar(variance, eps))), weight), bias);
 }
 
-// mean over n of log(sum_v exp(logits[n,v])) - logits[n, targets[n]], with the largest logit taken off first so that
-// exp cannot overflow. On autocast's fp32 list, like layer_norm. logits [N,V], targets I32 [N] -> [].
+// mean over n of log(sum_v exp(logits[n,v])) - logits[n, targets[n]], with the largest logit taken
+// off first so that exp cannot overflow. On autocast's fp32 list, like layer_norm. logits [N,V],
+// targets I32 [N] -> [].
 static Tensor toy_cross_entropy(const Tensor& logits16, const Tensor& targets) {
     Tensor logits = cast(logits16, F32);
     // Any constant will do, so none of the gradient goes through it.
@@ -99,8 +106,8 @@ static const char* const toy_components[] = {"model parameters within the autoca
                                              "loss",
                                              "gradients"};
 constexpr int LAYER_NORM = 2;
-// Runs the handout's ToyModel (fc1 - ReLU - LayerNorm - fc2, cross-entropy) forward and backward on context.device
-// under autocast to bf16 or fp16, and returns the dtypes of its components.
+// Runs the handout's ToyModel (fc1 - ReLU - LayerNorm - fc2, cross-entropy) forward and backward on
+// context.device under autocast to bf16 or fp16, and returns the dtypes of its components.
 static std::vector<DType> toy_model_dtypes(Precision precision) {
     RestoreContext restore;
     context.precision = precision;
@@ -111,8 +118,10 @@ static std::vector<DType> toy_model_dtypes(Precision precision) {
         fill_normal(t, 0, key_of(name), mean, std);
         return require_gradient(t);
     };
-    Tensor fc1 = leaf({hidden, in}, "fc1.weight", 0, 0.4f), fc2 = leaf({out, hidden}, "fc2.weight", 0, 0.4f);
-    Tensor ln_weight = leaf({hidden}, "ln.weight", 1, 0.1f), ln_bias = leaf({hidden}, "ln.bias", 0, 0.1f);
+    Tensor fc1 = leaf({hidden, in}, "fc1.weight", 0, 0.4f),
+           fc2 = leaf({out, hidden}, "fc2.weight", 0, 0.4f);
+    Tensor ln_weight = leaf({hidden}, "ln.weight", 1, 0.1f),
+           ln_bias = leaf({hidden}, "ln.bias", 0, 0.1f);
     Tensor x = empty({N, in}, F32, INPUTS);
     fill_normal(x, 0, key_of("x"), 0, 1);
     Tensor targets = from_ints({0, 1, 2, 0, 1, 2, 0, 1}, {N});
@@ -122,12 +131,14 @@ static std::vector<DType> toy_model_dtypes(Precision precision) {
     Tensor logits = linear(after_ln, fc2);
     Tensor loss = toy_cross_entropy(logits, targets);
     backward(loss);
-    return {fc1.dtype, after_fc1.dtype, after_ln.dtype, logits.dtype, loss.dtype, fc1.gradient->value.dtype};
+    return {fc1.dtype,    after_fc1.dtype, after_ln.dtype,
+            logits.dtype, loss.dtype,      fc1.gradient->value.dtype};
 }
 
 void print_toy_models() {
     const std::vector<DType> half = toy_model_dtypes(PREC_FP16), bf16 = toy_model_dtypes(PREC_BF16);
-    Table table{strprintf("ToyModel: dtypes as seen, device %s, batch 8, 5 -> 10 -> 3", name_of(context.device)),
+    Table table{strprintf("ToyModel: dtypes as seen, device %s, batch 8, 5 -> 10 -> 3",
+                          name_of(context.device)),
                 {"component", "under autocast to fp16", "to bf16"}};
     std::vector<std::string> seen;
     for (size_t i = 0; i < half.size(); i++) {
@@ -136,22 +147,24 @@ void print_toy_models() {
     }
     print(table);
     answer("a", "Under autocast to fp16: %s.", list_of(seen).c_str());
-    answer("b",
-           "Layer norm's mean and variance are sensitive: in fp16 a square overflows from 256 on (256 x 256 = 65536, "
-           "the largest number is 65504), and a small variance vanishes. bf16 has fp32's range, but with 8 significant "
-           "bits a long sum loses its small terms. So autocast treats layer norm alike: its output is %s under "
-           "float16 and %s under bfloat16.",
-           name_of(half[LAYER_NORM]), name_of(bf16[LAYER_NORM]));
+    answer(
+        "b",
+        "Layer norm's mean and variance are sensitive: in fp16 a square overflows from 256 on (256 "
+        "x 256 = 65536, the largest number is 65504), and a small variance vanishes. bf16 has "
+        "fp32's range, but with 8 significant bits a long sum loses its small terms. So autocast "
+        "treats layer norm alike: its output is %s under float16 and %s under bfloat16.",
+        name_of(half[LAYER_NORM]), name_of(bf16[LAYER_NORM]));
 }
 
-// --precision pure_bf16 is no autocast: the model itself is bf16. It needs 8 bytes per parameter for weight, gradient
-// and moments, not 16, and no copies. The price is AdamW's update: a step that is less than a 256th of its weight can
-// be rounded away.
+// --precision pure_bf16 is no autocast: the model itself is bf16. It needs 8 bytes per parameter
+// for weight, gradient and moments, not 16, and no copies. The price is AdamW's update: a step that
+// is less than a 256th of its weight can be rounded away.
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Loss scaling. fp16's smallest number is 6e-8, and gradients are often smaller; bf16, with fp32's exponents, needs
-// none of this. A factor on the loss is a factor on all gradients. The largest one that works is not known beforehand
-// and changes during training, so it is searched for: up now and then, and down when something overflows.
+// -------------------------------------------------------------------------------------------------
+// Loss scaling. fp16's smallest number is 6e-8, and gradients are often smaller; bf16, with fp32's
+// exponents, needs none of this. A factor on the loss is a factor on all gradients. The largest one
+// that works is not known beforehand and changes during training, so it is searched for: up now and
+// then, and down when something overflows.
 
 void update_scale(LossScaler& scaler, bool found_inf) {
     if (found_inf) {

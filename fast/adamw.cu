@@ -1,16 +1,18 @@
-// fast/adamw.cu: AdamW for many tensors in one launch, and weights that bf16 products need not cast.
+// fast/adamw.cu: AdamW for many tensors in one launch, and weights that bf16 products need not
+// cast.
 //
-// Split weights. bf16 is the upper half of fp32, so the weights that AdamW updates in fp32 and those that bf16 products
-// take need 4 bytes together, not 6, and no cast: a part's place in the arena then holds first the upper halves of all
-// its elements, which are the part in bf16, then their lower halves.
+// Split weights. bf16 is the upper half of fp32, so the weights that AdamW updates in fp32 and
+// those that bf16 products take need 4 bytes together, not 6, and no cast: a part's place in the
+// arena then holds first the upper halves of all its elements, which are the part in bf16, then
+// their lower halves.
 #include "cs336.h"
 #include "lib/gpu.h"
 
 struct Halves {
     uint16_t upper, lower;
 };
-// upper is rounded to nearest, ties away from zero (a cast's go to even, which could not be undone); lower is as it
-// was, and its first bit says whether upper was rounded up. NaN stays NaN.
+// upper is rounded to nearest, ties away from zero (a cast's go to even, which could not be
+// undone); lower is as it was, and its first bit says whether upper was rounded up. NaN stays NaN.
 HD inline Halves halves_of(float x) {
     uint32_t bits = 0x7fc00000;
     if (x == x) { memcpy(&bits, &x, 4); }
@@ -55,7 +57,7 @@ static void convert_weights(const Tensor& part, bool split) {
     if (!split) { copy_or_add(part, whole, false); }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // AdamW: up to 64 tensors per launch, up to 16 bytes per access
 
 #ifdef __CUDACC__
@@ -74,7 +76,8 @@ __global__ void adamw_kernel(Updates all, P* p_all, P* m_all, P* v_all, AdamWSca
         int middle = (k + end) / 2;
         (all.first_block[middle] <= (int)blockIdx.x ? k : end) = middle;
     }
-    int64_t start = (int64_t)(blockIdx.x - all.first_block[k]) * CHUNK, offset = all.offset[k] + start;
+    int64_t start = (int64_t)(blockIdx.x - all.first_block[k]) * CHUNK,
+            offset = all.offset[k] + start;
     int n = (int)min((int64_t)CHUNK, all.size[k] - start);
     const G* g_in = (const G*)all.g[k] + start;
     uint16_t *upper = (uint16_t*)(p_all + all.offset[k]) + start, *lower = upper + all.size[k];
@@ -104,8 +107,8 @@ __global__ void adamw_kernel(Updates all, P* p_all, P* m_all, P* v_all, AdamWSca
 }
 // All gradients are of type G.
 template <bool split, class P, class G>
-static void launch(const std::vector<FlatGradient>& gradients, const Tensor& p, const Tensor& m, const Tensor& v,
-                   AdamWScalars s) {
+static void launch(const std::vector<FlatGradient>& gradients, const Tensor& p, const Tensor& m,
+                   const Tensor& v, AdamWScalars s) {
     for (size_t next = 0; next < gradients.size();) {
         Updates some;
         some.count = 0;
@@ -118,7 +121,9 @@ static void launch(const std::vector<FlatGradient>& gradients, const Tensor& p, 
             some.g[k] = one.g.data, some.offset[k] = one.offset, some.size[k] = one.g.size();
             some.first_block[k] = blocks;
             blocks += ceil_div(one.g.size(), CHUNK);
-            for (const Tensor* t : {&p, &m, &v}) { fits &= ((uintptr_t)t->data / sizeof(P) + one.offset) % W == 0; }
+            for (const Tensor* t : {&p, &m, &v}) {
+                fits &= ((uintptr_t)t->data / sizeof(P) + one.offset) % W == 0;
+            }
             fits &= one.g.size() % W == 0 && (uintptr_t)one.g.data / sizeof(G) % W == 0;
         }
         auto kernel = fits ? adamw_kernel<W, split, P, G> : adamw_kernel<1, split, P, G>;
@@ -126,8 +131,8 @@ static void launch(const std::vector<FlatGradient>& gradients, const Tensor& p, 
     }
 }
 template <bool split>
-static void update_cuda(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
-                        AdamWScalars s) {
+static void update_cuda(const Tensor& p, const std::vector<FlatGradient>& gradients,
+                        const Tensor& m, const Tensor& v, AdamWScalars s) {
     for (DType dtype : {F32, BF16, F16}) {
         std::vector<FlatGradient> some;
         for (const FlatGradient& one : gradients) {
@@ -135,15 +140,17 @@ static void update_cuda(const Tensor& p, const std::vector<FlatGradient>& gradie
         }
         with_gpu_type(dtype, [&](auto zero) {
             if constexpr (!split) {
-                if (p.dtype == BF16) { return launch<split, bf16, decltype(zero)>(some, p, m, v, s); }
+                if (p.dtype == BF16) {
+                    return launch<split, bf16, decltype(zero)>(some, p, m, v, s);
+                }
             }
             launch<split, float, decltype(zero)>(some, p, m, v, s);
         });
     }
 }
 #endif
-static void update_split(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
-                         AdamWScalars s) {
+static void update_split(const Tensor& p, const std::vector<FlatGradient>& gradients,
+                         const Tensor& m, const Tensor& v, AdamWScalars s) {
 #ifdef __CUDACC__
     if (p.device() == CUDA) { return update_cuda<true>(p, gradients, m, v, s); }
 #endif

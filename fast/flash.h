@@ -1,8 +1,11 @@
 // fast/flash.h: what the fast attention kernels share. Steps are attention.cu's. In these files
-//   - a block owns one tile of rows (queries, or keys and values) and streams the tiles of the other side past them;
-//   - where a kernel walks over tiles, i is a tile of queries and j one of keys; a single one is `query` or `key`;
+//   - a block owns one tile of rows (queries, or keys and values) and streams the tiles of the
+//     other side past them;
+//   - where a kernel walks over tiles, i is a tile of queries and j one of keys; a single one is
+//     `query` or `key`;
 //   - m, n and k run along a product's M, N and K, as in mma's name m16n8k16;
-//   - loops of constant length are unrolled, so that arrays are registers; a pragma says so where nvcc would not do it.
+//   - loops of constant length are unrolled, so that arrays are registers; a pragma says so where
+//     nvcc would not do it.
 #pragma once
 #include "cs336.h"
 #include "lib/gpu.h"
@@ -11,15 +14,16 @@
 
 #define DEVICE __device__ __forceinline__  // a function that becomes part of its kernels
 
-// What a kernel's body is made of may be missing in the architecture that it is compiled for. The body is then empty,
-// and compiled_for() tells `takes` not to offer it.
+// What a kernel's body is made of may be missing in the architecture that it is compiled for. The
+// body is then empty, and compiled_for() tells `takes` not to offer it.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #define HAS_CP_ASYNC  // and mma.sync of 16x8x16
 #endif
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HAS_WGMMA
 #endif
-// The compute capability (80, 90, ...) of the code that this card runs for a kernel; 0 without a card or code for it.
+// The compute capability (80, 90, ...) of the code that this card runs for a kernel; 0 without a
+// card or code for it.
 template <class... P>
 int compiled_for(void (*kernel)(P...)) {
     static std::map<void (*)(P...), int> known;  // each launch with EARLY asks
@@ -35,31 +39,35 @@ int compiled_for(void (*kernel)(P...)) {
     return found->second = attributes.ptxVersion;
 }
 
-// Attention's kernels: block (x, y, z) owns tile y of head z gridDim.x + x. Blocks start in the order x, y, z: of
-// gridDim.x heads all first tiles, then all second ones. A head's blocks stream the same K and V past themselves
-// (backward: Q and dO, and add to the same dQ): the fewer heads are at work, the more of that comes from the L2 cache.
-// But causal, the first tile takes twice the mean, and until it is over, the others have to keep the device busy, which
-// runs `blocks` blocks on an SM.
+// Attention's kernels: block (x, y, z) owns tile y of head z gridDim.x + x. Blocks start in the
+// order x, y, z: of gridDim.x heads all first tiles, then all second ones. A head's blocks stream
+// the same K and V past themselves (backward: Q and dO, and add to the same dQ): the fewer heads
+// are at work, the more of that comes from the L2 cache. But causal, the first tile takes twice the
+// mean, and until it is over, the others have to keep the device busy, which runs `blocks` blocks
+// on an SM.
 inline dim3 attention_grid(const AttentionArgs& a, int tiles, int blocks = 1) {
     constexpr int MOST = 65535;  // of y and z
     int heads = a.B * a.H;
-    int together = std::max(a.causal ? 2 * multiprocessors() * blocks / tiles : 1, ceil_div(heads, MOST));
+    int together =
+        std::max(a.causal ? 2 * multiprocessors() * blocks / tiles : 1, ceil_div(heads, MOST));
     while (together < heads && heads % together != 0) { together++; }
     together = std::min(together, heads);
     return dim3(together, tiles, heads / together);
 }
 DEVICE int head_of_block(int z = blockIdx.z) { return z * gridDim.x + blockIdx.x; }
 
-inline size_t shared_memory_per_block() {  // 99 KB on compute capability 8.6, 8.9 and 12.0, A100 163, H100 227
+// 99 KB on compute capability 8.6, 8.9 and 12.0, A100 163, H100 227
+inline size_t shared_memory_per_block() {
     int device, bytes;
     CUDA_CHECK(cudaGetDevice(&device));
     CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
     return bytes;
 }
-// Programmatic dependent launch (EARLY): on compute capability 9.0 a kernel launched so may start when all blocks of
-// the kernel before it in the stream have called let_next_kernel_start() or ended. What that kernel writes it may read,
-// and what that kernel uses overwrite, only after await_previous_kernel(), which waits for that kernel's end. (Kernels
-// further back have ended, if that one was not launched so itself, or called await_previous_kernel() first.)
+// Programmatic dependent launch (EARLY): on compute capability 9.0 a kernel launched so may start
+// when all blocks of the kernel before it in the stream have called let_next_kernel_start() or
+// ended. What that kernel writes it may read, and what that kernel uses overwrite, only after
+// await_previous_kernel(), which waits for that kernel's end. (Kernels further back have ended, if
+// that one was not launched so itself, or called await_previous_kernel() first.)
 DEVICE void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -72,24 +80,27 @@ DEVICE void await_previous_kernel() {
 }
 template <bool EARLY = false, class... P, class... A>
 void launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared_bytes, const A&... args) {
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes));
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    (int)shared_bytes));
     cudaLaunchAttribute early;
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream(), config.attrs = &early, config.numAttrs = EARLY && compiled_for(kernel) == 90;
+    config.stream = stream(), config.attrs = &early,
+    config.numAttrs = EARLY && compiled_for(kernel) == 90;
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args...));
     LAUNCH_CHECK();
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Arithmetic and copies
 
-constexpr float LOG2_E = 1.4426950408889634f;  // exp(x) = exp2(x log2 e), and exp2 is what the GPU has
-// With tensor cores step 2 is lazy. Any m gives the same O and L as long as nothing overflows, so what is subtracted
-// from a row's scores follows their maximum only when one exceeds it by more than SLACK powers of two. P <= 256 then,
-// far from the limits of fp32 sums.
+// exp(x) = exp2(x log2 e), and exp2 is what the GPU has
+constexpr float LOG2_E = 1.4426950408889634f;
+// With tensor cores step 2 is lazy. Any m gives the same O and L as long as nothing overflows, so
+// what is subtracted from a row's scores follows their maximum only when one exceeds it by more
+// than SLACK powers of two. P <= 256 then, far from the limits of fp32 sums.
 constexpr float SLACK = 8;
 DEVICE float exp2_approx(float x) {  // 2 ulp; results below 2^-126 become 0; exp2(-inf) = 0
     float r;
@@ -101,11 +112,13 @@ DEVICE uint32_t pack(float low, float high) {  // rounded to bf16, the first in 
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
-// 16 bytes from global to shared memory without passing through registers; zeros if !valid. Asynchronous.
+// 16 bytes from global to shared memory without passing through registers; zeros if !valid.
+// Asynchronous.
 DEVICE void cp_async_16(void* smem, const void* global, bool valid) {
     uint32_t to = (uint32_t)__cvta_generic_to_shared(smem);
     int bytes = valid ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes)
+                 : "memory");
 }
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>  // waits until at most the N newest groups of this thread are pending
@@ -115,16 +128,19 @@ DEVICE void cp_async_wait() {
 // Threads that move one row, 8 elements each: a power of two, so for D = 80 6 of 16 stand by.
 HD constexpr int row_threads(int D) { return D <= 16 ? 2 : D <= 32 ? 4 : D <= 64 ? 8 : 16; }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Backward with tensor cores takes three kernels: `before`, the main one of fast/flash_mma.cu or of
-// fast/flash_hopper.cu, and `after`. The lanes of a warp hold the results of mma and of wgmma in the same order.
+// fast/flash_hopper.cu, and `after`. The lanes of a warp hold the results of mma and of wgmma in
+// the same order.
 //   before   step 7, and a zeroed fp32 dQ
-//   main     a block owns Bk keys and streams tiles of Bq queries past them: steps 8 to 13, of which step 12 adds to dQ
-//            by atomics, since the other blocks of this head add to the same rows
+//   main     a block owns Bk keys and streams tiles of Bq queries past them: steps 8 to 13, of
+//            which step 12 adds to dQ by atomics, since the other blocks of this head add to the
+//            same rows
 //   after    dQ, times the scale, as bf16
 
-// What lies between the kernels: dq in the order in which the main kernel's lanes hold it, and for each two queries
-// L log2(e) of both, then D_i of both. Rows beyond Tq have L = inf, which makes their P 0.
+// What lies between the kernels: dq in the order in which the main kernel's lanes hold it, and for
+// each two queries L log2(e) of both, then D_i of both. Rows beyond Tq have L = inf, which makes
+// their P 0.
 struct BackwardWorkspace {
     float* dq;      // [B*H, rows/16, D/8, 128]
     float4* stats;  // [B*H, rows/2]
@@ -132,8 +148,8 @@ struct BackwardWorkspace {
 };
 constexpr int BACKWARD_PAD = 128;
 
-// Element i of lane's four in a 16x8 block of dQ: row lane/4 + 8(i/2), column 2(lane%4) + i%2. One vector add of a
-// warp, or one scalar add, touches neighbouring addresses only.
+// Element i of lane's four in a 16x8 block of dQ: row lane/4 + 8(i/2), column 2(lane%4) + i%2. One
+// vector add of a warp, or one scalar add, touches neighbouring addresses only.
 DEVICE int dq_index(int lane, int i) {
 #if __CUDA_ARCH__ >= 900
     return lane * 4 + i;
@@ -177,24 +193,30 @@ static __global__ void backward_before(AttentionArgs a, BackwardWorkspace w) {
         for (int r = 0; r < 2; r++) {
             if (i + r < a.Tq) { o[r] = load(a.o, i + r), dO[r] = load(a.dO, i + r); }
         }
-        for (int k = 0; k < 4; k++) {  // a warp's stores lie side by side; a row's order in dq is another
+        // a warp's stores lie side by side; a row's order in dq is another
+        for (int k = 0; k < 4; k++) {
             ((float4*)(w.dq + 2 * pair * D))[k * (D / 8) + n] = make_float4(0, 0, 0, 0);
         }
     }
     float sum[2] = {};
     for (int r = 0; r < 2; r++) {
-        for (int e = 0; e < 8; e++) { sum[r] += ((const bf16*)&o[r])[e] * ((const bf16*)&dO[r])[e]; }
+        for (int e = 0; e < 8; e++) {
+            sum[r] += ((const bf16*)&o[r])[e] * ((const bf16*)&dO[r])[e];
+        }
         // The grid ends with a whole block: w.rows is a multiple of 128. So all lanes are here.
         for (int s = GROUP / 2; s > 0; s /= 2) { sum[r] += __shfl_xor_sync(0xffffffff, sum[r], s); }
     }
     if (n == 0) {
-        auto L = [&](int row) { return row < a.Tq ? a.L[(int64_t)bh * a.Tq + row] * LOG2_E : INFINITY; };
+        auto L = [&](int row) {
+            return row < a.Tq ? a.L[(int64_t)bh * a.Tq + row] * LOG2_E : INFINITY;
+        };
         w.stats[pair] = make_float4(L(i), L(i + 1), sum[0], sum[1]);
     }
 #endif
 }
 
-// ---- after: a thread writes 8 elements of two rows, r and r + 8 of a block: what four lanes hold of it ----
+// ---- after: a thread writes 8 elements of two rows, r and r + 8 of a block: what four lanes hold
+// of it ----
 template <int D>
 static __global__ void backward_after(AttentionArgs a, BackwardWorkspace w) {
 #ifdef HAS_CP_ASYNC
@@ -208,7 +230,9 @@ static __global__ void backward_after(AttentionArgs a, BackwardWorkspace w) {
     load_dq(x, block, r);
     for (int half = 0; half < 2; half++) {
         uint32_t out[4];
-        for (int c = 0; c < 4; c++) { out[c] = pack(x[c][2 * half] * a.scale, x[c][2 * half + 1] * a.scale); }
+        for (int c = 0; c < 4; c++) {
+            out[c] = pack(x[c][2 * half] * a.scale, x[c][2 * half + 1] * a.scale);
+        }
         int row = i + 8 * half;
         bf16* dq = head_of<bf16>(a.dq, bh / a.H, bh % a.H) + row * a.dq.row + n * 8;
         if (row < a.Tq) { *(uint4*)dq = make_uint4(out[0], out[1], out[2], out[3]); }
@@ -228,7 +252,8 @@ static BackwardWorkspace backward_begin(const AttentionArgs& a, Tensor& memory) 
     return w;
 }
 template <int D>
-static void backward_end(const AttentionArgs& a, const BackwardWorkspace& w) {  // dq, scaled and rounded, to a.dq
+// dq, scaled and rounded, to a.dq
+static void backward_end(const AttentionArgs& a, const BackwardWorkspace& w) {
     int64_t threads = (int64_t)a.B * a.H * w.rows / 2 * (D / 8);
     launch<true>(backward_after<D>, ceil_div(threads, 256), 256, 0, a, w);
 }

@@ -1,26 +1,30 @@
-// fast/flash_fp32.cu: FlashAttention-2 in true fp32: no tensor cores, every product is FFMAs on register tiles.
+// fast/flash_fp32.cu: FlashAttention-2 in true fp32: no tensor cores, every product is FFMAs on
+// register tiles.
 //
-// What changed against flash_v1 (attention.cu), and why it is faster: a thread holds a piece of S of 4x8 scores and not
-// one, so a number that it reads from shared memory is multiplied four or eight times; reads are of 16 bytes; and
-// tiles are copied (cp.async) while others are computed on. What it costs: most of a multiprocessor's registers and
-// shared memory, so that one block fills it; and the cards before the A100 (sm_80) cannot run it.
+// What changed against flash_v1 (attention.cu), and why it is faster: a thread holds a piece of S
+// of 4x8 scores and not one, so a number that it reads from shared memory is multiplied four or
+// eight times; reads are of 16 bytes; and tiles are copied (cp.async) while others are computed on.
+// What it costs: most of a multiprocessor's registers and shared memory, so that one block fills
+// it; and the cards before the A100 (sm_80) cannot run it.
 //
-// What bounds it: an SM issues 4 warp instructions per clock. With loads and the softmax 4 of 5 are FFMAs, and 70 % of
-// the issue slots are used: about 40 of the H200's 67 TFLOP/s.
+// What bounds it: an SM issues 4 warp instructions per clock. With loads and the softmax 4 of 5 are
+// FFMAs, and 70 % of the issue slots are used: about 40 of the H200's 67 TFLOP/s.
 //
-// Filling the chip: one head of 16384 positions has only 256 tiles of 64 rows for 132 SMs. So an SM gets one block of
-// two or three groups of 128 threads. Each group takes every second (third) streamed tile, and their sums are merged.
+// Filling the chip: one head of 16384 positions has only 256 tiles of 64 rows for 132 SMs. So an SM
+// gets one block of two or three groups of 128 threads. Each group takes every second (third)
+// streamed tile, and their sums are merged.
 //
-// Backward: a block owns a tile of keys and does step 12 by atomic additions: 5 products where flash_v1 has 7, and sums
-// in no fixed order.
+// Backward: a block owns a tile of keys and does step 12 by atomic additions: 5 products where
+// flash_v1 has 7, and sums in no fixed order.
 #include "flash.h"
 
 // streamed: rows of a streamed tile. groups: of threads, that share the block's own tile.
 template <int HEAD, int STREAMED, int GROUPS>
 struct Fp32Tile {
     static constexpr int D = HEAD, streamed = STREAMED, groups = GROUPS;
-    static constexpr int own = 64;       // rows of the tile that the block owns
-    static constexpr int threads = 128;  // of a group, in a grid of tx x ty; the tx threads of a row are in one warp
+    static constexpr int own = 64;  // rows of the tile that the block owns
+    // of a group, in a grid of tx x ty; the tx threads of a row are in one warp
+    static constexpr int threads = 128;
     static constexpr int tx = D == 128 ? 16 : 8, ty = threads / tx;
     static constexpr int rows = own / ty;          // own rows of a thread: ty + Tile::ty r
     static constexpr int columns = streamed / tx;  // streamed rows of a thread: tx + Tile::tx n
@@ -30,21 +34,28 @@ struct Fp32Tile {
     // Floats of a row in shared memory, padded, so that what a warp reads is in different banks.
     static constexpr int row = D + 4, p_row = streamed + threads / ty;
     static constexpr int unroll = D % 64 ? 2 : 8;  // as far as the registers reach
-    static constexpr int own_floats = own * row, streamed_floats = streamed * row, p_floats = own * p_row;
+    static constexpr int own_floats = own * row, streamed_floats = streamed * row,
+                         p_floats = own * p_row;
     static constexpr int group_floats = 2 * streamed_floats + p_floats;
     static constexpr size_t forward_bytes = (own_floats + groups * group_floats) * sizeof(float);
-    static constexpr size_t backward_bytes = (2 * own_floats + groups * group_floats) * sizeof(float);
+    static constexpr size_t backward_bytes =
+        (2 * own_floats + groups * group_floats) * sizeof(float);
     static_assert(D % 16 == 0 && streamed % 16 == 0);
-    static_assert(threads * rows * out_columns <= 2 * streamed_floats || groups == 1, "the merge reuses these tiles");
+    static_assert(threads * rows * out_columns <= 2 * streamed_floats || groups == 1,
+                  "the merge reuses these tiles");
 };
 
 #ifdef __CUDACC__
 
 // A barrier for one group of 128 threads; barrier 0 is __syncthreads().
-DEVICE void group_barrier(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
-// Rows [first, first + ROWS) of a matrix of so many `rows` to shared memory, zeros beyond. Asynchronous.
+DEVICE void group_barrier(int group) {
+    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+}
+// Rows [first, first + ROWS) of a matrix of so many `rows` to shared memory, zeros beyond.
+// Asynchronous.
 template <int ROWS, int D, int THREADS>
-DEVICE void load_rows(float* to, const float* from, int64_t stride, int first, int rows, int thread) {
+DEVICE void load_rows(float* to, const float* from, int64_t stride, int first, int rows,
+                      int thread) {
     for (int i = thread; i < ROWS * (D / 4); i += THREADS) {
         int r = i / (D / 4), c = i % (D / 4) * 4;
         bool valid = first + r < rows;
@@ -52,22 +63,25 @@ DEVICE void load_rows(float* to, const float* from, int64_t stride, int first, i
     }
 }
 
-// The block's own tile of x, from row `first` on, by all its threads; and a streamed one by a group's.
+// The block's own tile of x, from row `first` on, by all its threads; and a streamed one by a
+// group's.
 template <class Tile>
 DEVICE void load_own(float* to, const Heads& x, int b, int h, int first, int rows) {
-    load_rows<Tile::own, Tile::D, Tile::threads * Tile::groups>(to, head_of<float>(x, b, h), x.row, first, rows,
-                                                                threadIdx.x);
+    load_rows<Tile::own, Tile::D, Tile::threads * Tile::groups>(to, head_of<float>(x, b, h), x.row,
+                                                                first, rows, threadIdx.x);
 }
 template <class Tile>
-DEVICE void load_streamed(float* to, const float* from, int64_t stride, int first, int rows, int thread) {
+DEVICE void load_streamed(float* to, const float* from, int64_t stride, int first, int rows,
+                          int thread) {
     load_rows<Tile::streamed, Tile::D, Tile::threads>(to, from, stride, first, rows, thread);
     cp_async_commit();
 }
 
 // ---- products of register tiles ----
-// Where thread t sits in a grid of X columns. Shared memory serves a 16-byte load of a warp in 4 steps, or in 2 if each
-// lane has the same address as its neighbour (lane ^ 1), or each as lane ^ 2. So lane bit 0 counts columns, bit 1 rows:
-// what a row's threads read together satisfies the first, what a column's threads read together the second.
+// Where thread t sits in a grid of X columns. Shared memory serves a 16-byte load of a warp in 4
+// steps, or in 2 if each lane has the same address as its neighbour (lane ^ 1), or each as lane
+// ^ 2. So lane bit 0 counts columns, bit 1 rows: what a row's threads read together satisfies the
+// first, what a column's threads read together the second.
 template <int X>
 DEVICE int grid_x(int t) {
     constexpr int Y = WARP / X;  // rows of a warp
@@ -81,7 +95,9 @@ DEVICE int grid_y(int t) {
 template <int X, class Combine>  // over the X threads of a row
 DEVICE float combine_row(float x, Combine combine) {
     x = combine(x, __shfl_xor_sync(0xffffffff, x, 1));
-    for (int o = 2 * WARP / X; o < WARP; o *= 2) { x = combine(x, __shfl_xor_sync(0xffffffff, x, o)); }
+    for (int o = 2 * WARP / X; o < WARP; o *= 2) {
+        x = combine(x, __shfl_xor_sync(0xffffffff, x, o));
+    }
     return x;
 }
 // A thread's COUNT columns of a row: vectors of neighbouring floats, X threads side by side.
@@ -118,13 +134,17 @@ DEVICE void store_columns(float* row, const float (&v)[COUNT], int x, float fact
         }
     }
 }
-// s += A B^T: own rows times streamed rows, both along d, so 16-byte loads take four d at once from each.
+// s += A B^T: own rows times streamed rows, both along d, so 16-byte loads take four d at once from
+// each.
 template <class Tile>
-DEVICE void rows_times_rows(typename Tile::Scores& s, const float* A, const float* B, int tx, int ty) {
+DEVICE void rows_times_rows(typename Tile::Scores& s, const float* A, const float* B, int tx,
+                            int ty) {
 #pragma unroll Tile::unroll
     for (int d = 0; d < Tile::D; d += 4) {
         float4 a[Tile::rows];
-        for (int r = 0; r < Tile::rows; r++) { a[r] = *(const float4*)(A + (ty + r * Tile::ty) * Tile::row + d); }
+        for (int r = 0; r < Tile::rows; r++) {
+            a[r] = *(const float4*)(A + (ty + r * Tile::ty) * Tile::row + d);
+        }
         for (int n = 0; n < Tile::columns; n++) {
             float4 b = *(const float4*)(B + (tx + n * Tile::tx) * Tile::row + d);
             for (int r = 0; r < Tile::rows; r++) { s[r][n] = fmaf(a[r].x, b.x, s[r][n]); }
@@ -136,16 +156,21 @@ DEVICE void rows_times_rows(typename Tile::Scores& s, const float* A, const floa
 }
 // out += P B: P [own,streamed] in shared memory, B a streamed tile.
 template <class Tile>
-DEVICE void rows_times_columns(typename Tile::Sums& out, const float* P, const float* B, int tx, int ty) {
+DEVICE void rows_times_columns(typename Tile::Sums& out, const float* P, const float* B, int tx,
+                               int ty) {
 #pragma unroll Tile::unroll
     for (int n = 0; n < Tile::streamed; n += 4) {
         float p[Tile::rows][4];
-        for (int r = 0; r < Tile::rows; r++) { load_columns<1>(p[r], P + (ty + r * Tile::ty) * Tile::p_row + n, 0); }
+        for (int r = 0; r < Tile::rows; r++) {
+            load_columns<1>(p[r], P + (ty + r * Tile::ty) * Tile::p_row + n, 0);
+        }
         for (int e = 0; e < 4; e++) {
             float b[Tile::out_columns];
             load_columns<Tile::tx>(b, B + (n + e) * Tile::row, tx);
             for (int r = 0; r < Tile::rows; r++) {
-                for (int c = 0; c < Tile::out_columns; c++) { out[r][c] = fmaf(p[r][e], b[c], out[r][c]); }
+                for (int c = 0; c < Tile::out_columns; c++) {
+                    out[r][c] = fmaf(p[r][e], b[c], out[r][c]);
+                }
             }
         }
     }
@@ -154,14 +179,18 @@ DEVICE void rows_times_columns(typename Tile::Sums& out, const float* P, const f
 template <class Tile>
 DEVICE void store_p(float* P, const typename Tile::Scores& p, int tx, int ty) {
     for (int r = 0; r < Tile::rows; r++) {
-        for (int n = 0; n < Tile::columns; n++) { P[(ty + r * Tile::ty) * Tile::p_row + tx + n * Tile::tx] = p[r][n]; }
+        for (int n = 0; n < Tile::columns; n++) {
+            P[(ty + r * Tile::ty) * Tile::p_row + tx + n * Tile::tx] = p[r][n];
+        }
     }
 }
-// Adds the other groups' sums to group 0's, each thread's to its counterpart's. Every thread of the block calls it.
+// Adds the other groups' sums to group 0's, each thread's to its counterpart's. Every thread of the
+// block calls it.
 template <class Tile>
 DEVICE void merge_groups(typename Tile::Sums& x, float* group_0, int group, int t) {
     if constexpr (Tile::groups == 1) { return; }
-    __syncthreads();  // the streamed tiles, and what an earlier merge left there, are no longer read
+    // the streamed tiles, and what an earlier merge left there, are no longer read
+    __syncthreads();
     if (group > 0) {
         for (int r = 0; r < Tile::rows * Tile::out_columns; r++) {
             group_0[group * Tile::group_floats + r * Tile::threads + t] =
@@ -171,14 +200,15 @@ DEVICE void merge_groups(typename Tile::Sums& x, float* group_0, int group, int 
     __syncthreads();
     for (int g = 1; group == 0 && g < Tile::groups; g++) {
         for (int r = 0; r < Tile::rows * Tile::out_columns; r++) {
-            x[r / Tile::out_columns][r % Tile::out_columns] += group_0[g * Tile::group_floats + r * Tile::threads + t];
+            x[r / Tile::out_columns][r % Tile::out_columns] +=
+                group_0[g * Tile::group_floats + r * Tile::threads + t];
         }
     }
 }
 
 // ---- forward ----
-// Steps 2 to 4 of one tile, and step 5's shrink O. m: largest score yet, l: this thread's share of the sum; c = scale *
-// log2(e).
+// Steps 2 to 4 of one tile, and step 5's shrink O. m: largest score yet, l: this thread's share of
+// the sum; c = scale * log2(e).
 template <class Tile>
 DEVICE void softmax_step(typename Tile::Scores& s, typename Tile::Sums& O, float (&m)[Tile::rows],
                          float (&l)[Tile::rows], float c) {
@@ -186,7 +216,8 @@ DEVICE void softmax_step(typename Tile::Scores& s, typename Tile::Sums& O, float
         float larger = m[r];
         for (int n = 0; n < Tile::columns; n++) { larger = fmaxf(larger, s[r][n]); }
         larger = combine_row<Tile::tx>(larger, [](float x, float y) { return fmaxf(x, y); });
-        float base = larger == -INFINITY ? 0 : larger * c;  // no key seen yet: -inf - -inf would be NaN
+        // no key seen yet: -inf - -inf would be NaN
+        float base = larger == -INFINITY ? 0 : larger * c;
         float shrink = exp2_approx(m[r] * c - base);
         m[r] = larger;
         l[r] *= shrink;
@@ -199,20 +230,24 @@ DEVICE void softmax_step(typename Tile::Scores& s, typename Tile::Sums& O, float
 }
 
 template <class Tile>
-__global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_forward_fp32_kernel(AttentionArgs a) {
+__global__ __launch_bounds__(Tile::threads* Tile::groups,
+                             1) void flash_forward_fp32_kernel(AttentionArgs a) {
 #ifdef HAS_CP_ASYNC
     extern __shared__ float4 fp32_memory[];
-    int group = threadIdx.x / Tile::threads, t = threadIdx.x % Tile::threads, tx = grid_x<Tile::tx>(t),
-        ty = grid_y<Tile::tx>(t);
+    int group = threadIdx.x / Tile::threads, t = threadIdx.x % Tile::threads,
+        tx = grid_x<Tile::tx>(t), ty = grid_y<Tile::tx>(t);
     float* Q = (float*)fp32_memory;
     float* group_0 = Q + Tile::own_floats;
-    float *K = group_0 + group * Tile::group_floats, *V = K + Tile::streamed_floats, *P = V + Tile::streamed_floats;
+    float *K = group_0 + group * Tile::group_floats, *V = K + Tile::streamed_floats,
+          *P = V + Tile::streamed_floats;
 
     int head = head_of_block(), b = head / a.H, h = head % a.H;
-    int q0 = (int)(gridDim.y - 1 - blockIdx.y) * Tile::own;  // the last queries see the most keys: they start first
+    // the last queries see the most keys: they start first
+    int q0 = (int)(gridDim.y - 1 - blockIdx.y) * Tile::own;
     int keys = a.causal ? min(a.Tk, q0 + Tile::own) : a.Tk;
     int end = (keys + Tile::streamed - 1) / Tile::streamed;
-    int whole = min(a.Tk, a.causal ? q0 + 1 : a.Tk) / Tile::streamed;  // tiles before this one are seen by every query
+    // tiles before this one are seen by every query
+    int whole = min(a.Tk, a.causal ? q0 + 1 : a.Tk) / Tile::streamed;
     const float *k = head_of<float>(a.k, b, h), *v = head_of<float>(a.v, b, h);
 
     load_own<Tile>(Q, a.q, b, h, q0, a.Tq);
@@ -220,7 +255,8 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_forward_
     cp_async_wait<0>();
     __syncthreads();  // Q, loaded by all groups
 
-    float O[Tile::rows][Tile::out_columns] = {}, m[Tile::rows], l[Tile::rows] = {}, c = a.scale * LOG2_E;
+    float O[Tile::rows][Tile::out_columns] = {}, m[Tile::rows], l[Tile::rows] = {},
+          c = a.scale * LOG2_E;
     for (int r = 0; r < Tile::rows; r++) { m[r] = -INFINITY; }
     for (int j = group; j < end; j += Tile::groups) {
         cp_async_wait<0>();
@@ -236,7 +272,8 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_forward_
         if (j >= whole) {
             for (int r = 0; r < Tile::rows; r++) {
                 for (int n = 0; n < Tile::columns; n++) {
-                    int query = q0 + ty + r * Tile::ty, key = j * Tile::streamed + tx + n * Tile::tx;
+                    int query = q0 + ty + r * Tile::ty,
+                        key = j * Tile::streamed + tx + n * Tile::tx;
                     if (key >= a.Tk || (a.causal && key > query)) { s[r][n] = -INFINITY; }
                 }
             }
@@ -251,22 +288,30 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_forward_
     for (int r = 0; r < Tile::rows; r++) {
         l[r] = combine_row<Tile::tx>(l[r], [](float x, float y) { return x + y; });
     }
-    if constexpr (Tile::groups > 1) {  // bring the groups to the largest m of each row; then l and O can be added
+    // bring the groups to the largest m of each row; then l and O can be added
+    if constexpr (Tile::groups > 1) {
         float* ms = P;
         __syncthreads();  // P is no longer read
         for (int r = 0; r < Tile::rows; r++) {
-            if (tx == 0) { ms[(ty + r * Tile::ty) * 2] = m[r], ms[(ty + r * Tile::ty) * 2 + 1] = l[r]; }
+            if (tx == 0) {
+                ms[(ty + r * Tile::ty) * 2] = m[r], ms[(ty + r * Tile::ty) * 2 + 1] = l[r];
+            }
         }
         __syncthreads();
         for (int r = 0; r < Tile::rows; r++) {
             float larger = m[r], sum = 0, mine = m[r];
             const float* row = group_0 + 2 * Tile::streamed_floats + (ty + r * Tile::ty) * 2;
-            for (int g = 0; g < Tile::groups; g++) { larger = fmaxf(larger, row[g * Tile::group_floats]); }
             for (int g = 0; g < Tile::groups; g++) {
-                sum += row[g * Tile::group_floats + 1] * exp2_approx((row[g * Tile::group_floats] - larger) * c);
+                larger = fmaxf(larger, row[g * Tile::group_floats]);
+            }
+            for (int g = 0; g < Tile::groups; g++) {
+                sum += row[g * Tile::group_floats + 1] *
+                       exp2_approx((row[g * Tile::group_floats] - larger) * c);
             }
             m[r] = larger, l[r] = sum;
-            for (int n = 0; n < Tile::out_columns; n++) { O[r][n] *= exp2_approx((mine - larger) * c); }
+            for (int n = 0; n < Tile::out_columns; n++) {
+                O[r][n] *= exp2_approx((mine - larger) * c);
+            }
         }
         merge_groups<Tile>(O, group_0, group, t);
     }
@@ -282,14 +327,16 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_forward_
 }
 
 // ---- backward ----
-// Step 7, D_i in delta [B,H,Tq], one warp per row; and dQ = 0, to which the main kernel's atomics add.
+// Step 7, D_i in delta [B,H,Tq], one warp per row; and dQ = 0, to which the main kernel's atomics
+// add.
 __global__ void flash_delta_fp32_kernel(AttentionArgs a, int D, float* delta) {
     int64_t r = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / WARP;
     int lane = threadIdx.x % WARP;
     if (r >= (int64_t)a.B * a.H * a.Tq) { return; }
     int64_t query = r % a.Tq;
     int b = (int)(r / a.Tq) / a.H, h = (int)(r / a.Tq) % a.H;
-    const float *o = head_of<float>(a.o, b, h) + query * a.o.row, *dO = head_of<float>(a.dO, b, h) + query * a.dO.row;
+    const float *o = head_of<float>(a.o, b, h) + query * a.o.row,
+                *dO = head_of<float>(a.dO, b, h) + query * a.dO.row;
     float sum = 0;
     for (int d = lane; d < D; d += WARP) {
         sum += o[d] * dO[d];
@@ -301,7 +348,8 @@ __global__ void flash_delta_fp32_kernel(AttentionArgs a, int D, float* delta) {
 
 // Step 12: dS^T [own keys, streamed queries], by a group's threads. One has 4 neighbouring queries.
 template <class Tile>
-DEVICE void add_dq(const AttentionArgs& a, int b, int h, int q0, const float* dS, const float* K, int t) {
+DEVICE void add_dq(const AttentionArgs& a, int b, int h, int q0, const float* dS, const float* K,
+                   int t) {
     constexpr int X = Tile::threads / (Tile::streamed / 4), OUT = Tile::D / X;
     static_assert(Tile::D % X == 0 && X <= WARP);
     int x = grid_x<X>(t), y = grid_y<X>(t);
@@ -317,24 +365,32 @@ DEVICE void add_dq(const AttentionArgs& a, int b, int h, int q0, const float* dS
     }
     for (int r = 0; r < 4; r++) {
         int query = q0 + 4 * y + r;
-        if (query < a.Tq) { store_columns<X, true>(head_of<float>(a.dq, b, h) + query * a.dq.row, dQ[r], x, a.scale); }
+        if (query < a.Tq) {
+            store_columns<X, true>(head_of<float>(a.dq, b, h) + query * a.dq.row, dQ[r], x,
+                                   a.scale);
+        }
     }
 }
 
-// A block owns a tile of keys and streams Q and dO. All matrices are transposed: rows are keys, columns queries.
+// A block owns a tile of keys and streams Q and dO. All matrices are transposed: rows are keys,
+// columns queries.
 template <class Tile>
-__global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward_kv_fp32_kernel(AttentionArgs a,
-                                                                                                const float* delta) {
+__global__ __launch_bounds__(Tile::threads* Tile::groups,
+                             1) void flash_backward_kv_fp32_kernel(AttentionArgs a,
+                                                                   const float* delta) {
 #ifdef HAS_CP_ASYNC
     extern __shared__ float4 fp32_memory[];
-    int group = threadIdx.x / Tile::threads, t = threadIdx.x % Tile::threads, tx = grid_x<Tile::tx>(t),
-        ty = grid_y<Tile::tx>(t);
+    int group = threadIdx.x / Tile::threads, t = threadIdx.x % Tile::threads,
+        tx = grid_x<Tile::tx>(t), ty = grid_y<Tile::tx>(t);
     float *K = (float*)fp32_memory, *V = K + Tile::own_floats, *group_0 = V + Tile::own_floats;
-    float *Q = group_0 + group * Tile::group_floats, *dO = Q + Tile::streamed_floats, *P = dO + Tile::streamed_floats;
+    float *Q = group_0 + group * Tile::group_floats, *dO = Q + Tile::streamed_floats,
+          *P = dO + Tile::streamed_floats;
 
     int head = head_of_block(), b = head / a.H, h = head % a.H;
-    int k0 = (int)blockIdx.y * Tile::own;  // the first keys are seen by the most queries: they start first
-    int first = a.causal ? k0 / Tile::streamed : 0, end = (a.Tq + Tile::streamed - 1) / Tile::streamed;
+    // the first keys are seen by the most queries: they start first
+    int k0 = (int)blockIdx.y * Tile::own;
+    int first = a.causal ? k0 / Tile::streamed : 0,
+        end = (a.Tq + Tile::streamed - 1) / Tile::streamed;
     const float *q = head_of<float>(a.q, b, h), *from_dO = head_of<float>(a.dO, b, h);
     const float *L = a.L + (int64_t)head * a.Tq, *D_i = delta + (int64_t)head * a.Tq;
 
@@ -346,10 +402,12 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
     cp_async_wait<2>();
     __syncthreads();  // K and V, loaded by all groups
 
-    float dK[Tile::rows][Tile::out_columns] = {}, dV[Tile::rows][Tile::out_columns] = {}, c = a.scale * LOG2_E;
+    float dK[Tile::rows][Tile::out_columns] = {}, dV[Tile::rows][Tile::out_columns] = {},
+          c = a.scale * LOG2_E;
     for (int i = first + group; i < end; i += Tile::groups) {
         int q0 = i * Tile::streamed, next = (i + Tile::groups) * Tile::streamed;
-        float l[Tile::columns], d[Tile::columns], s[Tile::rows][Tile::columns] = {}, ds[Tile::rows][Tile::columns] = {};
+        float l[Tile::columns], d[Tile::columns], s[Tile::rows][Tile::columns] = {},
+                                                  ds[Tile::rows][Tile::columns] = {};
         for (int n = 0; n < Tile::columns; n++) {  // beyond Tq: L = inf makes P = 0
             int query = q0 + tx + n * Tile::tx;
             l[n] = query < a.Tq ? L[query] * LOG2_E : INFINITY;
@@ -402,8 +460,8 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
 // ---- launchers ----
 template <class Tile>
 static void forward_fp32(const AttentionArgs& a) {
-    launch(flash_forward_fp32_kernel<Tile>, attention_grid(a, ceil_div(a.Tq, Tile::own)), Tile::threads * Tile::groups,
-           Tile::forward_bytes, a);
+    launch(flash_forward_fp32_kernel<Tile>, attention_grid(a, ceil_div(a.Tq, Tile::own)),
+           Tile::threads * Tile::groups, Tile::forward_bytes, a);
 }
 template <class Tile>
 static void backward_fp32(const AttentionArgs& a, const float* delta) {
@@ -416,11 +474,21 @@ static void forward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
     bool large = shared_memory_per_block() >= Fp32Tile<128, 64, 2>::forward_bytes;
     switch (t.q.dim(3)) {
-        case 16: return large ? forward_fp32<Fp32Tile<16, 64, 2>>(a) : forward_fp32<Fp32Tile<16, 64, 1>>(a);
-        case 32: return large ? forward_fp32<Fp32Tile<32, 64, 2>>(a) : forward_fp32<Fp32Tile<32, 64, 1>>(a);
-        case 64: return large ? forward_fp32<Fp32Tile<64, 64, 3>>(a) : forward_fp32<Fp32Tile<64, 64, 1>>(a);
-        case 80: return large ? forward_fp32<Fp32Tile<80, 64, 2>>(a) : forward_fp32<Fp32Tile<80, 64, 1>>(a);
-        default: return large ? forward_fp32<Fp32Tile<128, 64, 2>>(a) : forward_fp32<Fp32Tile<128, 32, 1>>(a);
+        case 16:
+            return large ? forward_fp32<Fp32Tile<16, 64, 2>>(a)
+                         : forward_fp32<Fp32Tile<16, 64, 1>>(a);
+        case 32:
+            return large ? forward_fp32<Fp32Tile<32, 64, 2>>(a)
+                         : forward_fp32<Fp32Tile<32, 64, 1>>(a);
+        case 64:
+            return large ? forward_fp32<Fp32Tile<64, 64, 3>>(a)
+                         : forward_fp32<Fp32Tile<64, 64, 1>>(a);
+        case 80:
+            return large ? forward_fp32<Fp32Tile<80, 64, 2>>(a)
+                         : forward_fp32<Fp32Tile<80, 64, 1>>(a);
+        default:
+            return large ? forward_fp32<Fp32Tile<128, 64, 2>>(a)
+                         : forward_fp32<Fp32Tile<128, 32, 1>>(a);
     }
 }
 static void backward(const AttentionTensors& t) {
@@ -431,9 +499,11 @@ static void backward(const AttentionTensors& t) {
     int64_t rows = (int64_t)a.B * a.H * a.Tq;
     LAUNCH(flash_delta_fp32_kernel, ceil_div(rows * WARP, 256), 256, a, D, delta);
     auto run = [&](auto large, auto small) {
-        static_assert(decltype(small)::backward_bytes <= 99 * 1024, "8.6, 8.9 and 12.0 have no more");
-        shared_memory_per_block() >= decltype(large)::backward_bytes ? backward_fp32<decltype(large)>(a, delta)
-                                                                     : backward_fp32<decltype(small)>(a, delta);
+        static_assert(decltype(small)::backward_bytes <= 99 * 1024,
+                      "8.6, 8.9 and 12.0 have no more");
+        shared_memory_per_block() >= decltype(large)::backward_bytes
+            ? backward_fp32<decltype(large)>(a, delta)
+            : backward_fp32<decltype(small)>(a, delta);
     };
     switch (D) {
         case 16: return run(Fp32Tile<16, 64, 2>(), Fp32Tile<16, 64, 1>());

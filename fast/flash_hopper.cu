@@ -1,11 +1,13 @@
-// fast/flash_hopper.cu: FlashAttention on the H100 and H200 (compute capability 9.0), with what only they have.
+// fast/flash_hopper.cu: FlashAttention on the H100 and H200 (compute capability 9.0), with what
+// only they have.
 //
 // What changed against fast/flash_mma.cu, and why it is faster:
-//   - wgmma: four warps, a warpgroup, multiply 64xK by KxN matrices straight from shared memory, asynchronously. It
-//     reaches the card's full rate, mma.sync about 60 % of it.
-//   - TMA: one thread asks for a whole tile, and the copy engine writes it to shared memory, swizzled, with zeros where
-//     the tensor ends.
-//   - mbarriers: counters in shared memory on which copies announce their bytes and warps their arrival.
+//   - wgmma: four warps, a warpgroup, multiply 64xK by KxN matrices straight from shared memory,
+//     asynchronously. It reaches the card's full rate, mma.sync about 60 % of it.
+//   - TMA: one thread asks for a whole tile, and the copy engine writes it to shared memory,
+//     swizzled, with zeros where the tensor ends.
+//   - mbarriers: counters in shared memory on which copies announce their bytes and warps their
+//     arrival.
 //   - setmaxnreg: a warpgroup that only loads gives its registers to those that compute.
 // What it costs: the code runs on no other card, older or newer.
 #include "flash.h"
@@ -14,28 +16,36 @@
 #include <cuda.h>
 #include <dlfcn.h>
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // PTX, one instruction a function
 
-constexpr int SLAB = 64;            // columns of a slab, a part of a tile (see "Tiles in shared memory")
+constexpr int SLAB = 64;  // columns of a slab, a part of a tile (see "Tiles in shared memory")
 constexpr int SLAB_ROW = 2 * SLAB;  // bytes
 
 DEVICE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
-// An mbarrier passes from phase to phase: each time `count` arrivals were made and all announced bytes have come.
+// An mbarrier passes from phase to phase: each time `count` arrivals were made and all announced
+// bytes have come.
 DEVICE void mbarrier_init(uint64_t* b, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(count) : "memory");
-}
-// Makes the initialised mbarriers visible to the copy engine; __syncthreads() makes them visible to the block.
-DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-DEVICE void mbarrier_arrive(uint64_t* b) {
-    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
-}
-DEVICE void mbarrier_arrive_expecting(uint64_t* b, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(count)
                  : "memory");
 }
-// Waits until the phase of this parity is over. Of a fresh mbarrier phase 1 counts as over, phase 0 as running.
+// Makes the initialised mbarriers visible to the copy engine; __syncthreads() makes them visible to
+// the block.
+DEVICE void mbarrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+DEVICE void mbarrier_arrive(uint64_t* b) {
+    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(b))
+                 : "memory");
+}
+DEVICE void mbarrier_arrive_expecting(uint64_t* b, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)),
+                 "r"(bytes)
+                 : "memory");
+}
+// Waits until the phase of this parity is over. Of a fresh mbarrier phase 1 counts as over, phase 0
+// as running.
 DEVICE void mbarrier_wait(uint64_t* b, int parity) {
     asm volatile(
         "{\n.reg .pred done;\n"
@@ -45,37 +55,45 @@ DEVICE void mbarrier_wait(uint64_t* b, int parity) {
         : "memory");
 }
 // Box (d, row, h, b) of the mapped tensor to shared memory; its bytes count towards the mbarrier.
-DEVICE void tma_load(void* to, const CUtensorMap* map, uint64_t* b, int d, int row, int h, int batch) {
+DEVICE void tma_load(void* to, const CUtensorMap* map, uint64_t* b, int d, int row, int h,
+                     int batch) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], "
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+        "[%1, {%3,%4,%5,%6}], "
         "[%2];" ::"r"(shared_address(to)),
         "l"(map), "r"(shared_address(b)), "r"(d), "r"(row), "r"(h), "r"(batch)
         : "memory");
 }
 // A tile of so many slabs from row `row` on; `more` bytes are to come beside it.
 template <int SLABS>
-DEVICE void tma_load_tile(char* to, int slab_bytes, const CUtensorMap* map, uint64_t* full, int row, int h, int b,
-                          int more = 0) {
+DEVICE void tma_load_tile(char* to, int slab_bytes, const CUtensorMap* map, uint64_t* full, int row,
+                          int h, int b, int more = 0) {
     mbarrier_arrive_expecting(full, SLABS * slab_bytes + more);
-    for (int s = 0; s < SLABS; s++) { tma_load(to + s * slab_bytes, map, full, s * SLAB, row, h, b); }
+    for (int s = 0; s < SLABS; s++) {
+        tma_load(to + s * slab_bytes, map, full, s * SLAB, row, h, b);
+    }
 }
 // `bytes` bytes (a multiple of 16, as both addresses are) to shared
 DEVICE void bulk_load(void* to, const void* from, int bytes, uint64_t* b) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     shared_address(to)),
-                 "l"(from), "r"(bytes), "r"(shared_address(b))
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(b))
+        : "memory");
 }
-// What this thread stored to shared memory comes before what wgmma and TMA do there after the next barrier.
+// What this thread stored to shared memory comes before what wgmma and TMA do there after the next
+// barrier.
 DEVICE void shared_to_async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Four 8x8 matrices of 16-bit elements to shared memory, transposed: lane l gives the address of row l%8 of matrix l/8,
-// and holds of each matrix two neighbours of column l/4.
+// Four 8x8 matrices of 16-bit elements to shared memory, transposed: lane l gives the address of
+// row l%8 of matrix l/8, and holds of each matrix two neighbours of column l/4.
 DEVICE void stmatrix_x4_transposed(void* smem, const uint32_t (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(smem)),
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                     shared_address(smem)),
                  "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
 }
-// Before the first wgmma of a batch: what registers it reads and writes was written by ordinary instructions.
+// Before the first wgmma of a batch: what registers it reads and writes was written by ordinary
+// instructions.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Keeps the compiler from reading a result before the wait that is written in front of this.
@@ -83,15 +101,17 @@ template <int N>
 DEVICE void read_after_wait(float (&x)[N]) {
     for (int i = 0; i < N; i++) { asm volatile("" : "+f"(x[i])::"memory"); }
 }
-// Until at most the N newest batches are at work. `results` are the registers that the finished ones wrote.
+// Until at most the N newest batches are at work. `results` are the registers that the finished
+// ones wrote.
 template <int N, int... COUNTS>
 DEVICE void wgmma_wait(float (&... results)[COUNTS]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
     (read_after_wait(results), ...);
 }
-// wgmma_wait<0>() that stays behind the arithmetic before it: ptxas moves a wait up to the last branch, so here is one.
-// All take it (`yes` is true, but only at run time), since what belongs to wgmma has to be done by the whole warpgroup.
-// The second wait is for the compiler: around the branch products would still be at work.
+// wgmma_wait<0>() that stays behind the arithmetic before it: ptxas moves a wait up to the last
+// branch, so here is one. All take it (`yes` is true, but only at run time), since what belongs to
+// wgmma has to be done by the whole warpgroup. The second wait is for the compiler: around the
+// branch products would still be at work.
 template <int COUNT>
 DEVICE void wgmma_wait_in_place(bool yes, float (&results)[COUNT]) {
     if (yes) { wgmma_wait<0>(); }
@@ -105,22 +125,32 @@ template <int N>
 DEVICE void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
-// Barriers 1 and up among whole warps; n counts the threads of both sides. `arrive` does not wait. (Not bar.sync, which
-// is .aligned: the compiler would have to know that a warp's lanes are together.)
-DEVICE void barrier_sync(int id, int n) { asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(n) : "memory"); }
-DEVICE void barrier_arrive(int id, int n) { asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(n) : "memory"); }
+// Barriers 1 and up among whole warps; n counts the threads of both sides. `arrive` does not wait.
+// (Not bar.sync, which is .aligned: the compiler would have to know that a warp's lanes are
+// together.)
+DEVICE void barrier_sync(int id, int n) {
+    asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(n) : "memory");
+}
+DEVICE void barrier_arrive(int id, int n) {
+    asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(n) : "memory");
+}
 
-// A descriptor of a tile (see "Tiles in shared memory") from its low word: 128-byte swizzle, 8 rows are 1024 bytes.
-DEVICE uint64_t full_descriptor(uint32_t low) { return (uint64_t)(1u << 30 | 1024 / 16) << 32 | low; }
+// A descriptor of a tile (see "Tiles in shared memory") from its low word: 128-byte swizzle, 8 rows
+// are 1024 bytes.
+DEVICE uint64_t full_descriptor(uint32_t low) {
+    return (uint64_t)(1u << 30 | 1024 / 16) << 32 | low;
+}
 
-// wgmma's operand list has to be spelled out. Of d [64,N] thread t holds row 16 (t/32) + t%32/4 at d[4j], d[4j+1] in
-// columns 8j + 2 (t%4) and one more, and row + 8 at d[4j+2], d[4j+3].
+// wgmma's operand list has to be spelled out. Of d [64,N] thread t holds row 16 (t/32) + t%32/4 at
+// d[4j], d[4j+1] in columns 8j + 2 (t%4) and one more, and row + 8 at d[4j+2], d[4j+3].
 #define R8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define R16 R8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define R32 R16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define R36 R32 ",%32,%33,%34,%35"
 #define R40 R36 ",%36,%37,%38,%39"
-#define R64 R40 ",%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define R64                                                                                      \
+    R40 ",%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%" \
+        "61,%62,%63"
 #define R68 R64 ",%64,%65,%66,%67"
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D8(i) D4(i), D4(i + 4)
@@ -130,14 +160,16 @@ DEVICE uint64_t full_descriptor(uint32_t low) { return (uint64_t)(1u << 30 | 102
 #define D40 D32, D8(32)
 #define D64 D40, D8(40), D8(48), D8(56)
 #define D68 D64, D4(64)
-// d = a b + (add ? d : 0): a [64,16] in registers (packed as d is: a[0], a[1] rows and rows + 8 of 8 columns, a[2],
-// a[3] of the next 8), b [16,N] in shared memory, its rows being the summed index.
-#define WGMMA_RS(COUNT, N, R, A0, A1, A2, A3, B, P, ...)                                                         \
-    DEVICE void wgmma(float(&d)[COUNT], const uint32_t(&a)[4], uint32_t b, bool add) {                           \
-        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N        \
-                     "k16.f32.bf16.bf16 {" R "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", p, 1, 1, 1;\n}" \
-                     : __VA_ARGS__                                                                               \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(full_descriptor(b)), "r"((int)add));      \
+// d = a b + (add ? d : 0): a [64,16] in registers (packed as d is: a[0], a[1] rows and rows + 8 of
+// 8 columns, a[2], a[3] of the next 8), b [16,N] in shared memory, its rows being the summed index.
+#define WGMMA_RS(COUNT, N, R, A0, A1, A2, A3, B, P, ...)                                    \
+    DEVICE void wgmma(float(&d)[COUNT], const uint32_t(&a)[4], uint32_t b, bool add) {      \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P                                \
+                     ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" R   \
+                     "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", p, 1, 1, 1;\n}"    \
+                     : __VA_ARGS__                                                          \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(full_descriptor(b)), \
+                       "r"((int)add));                                                      \
     }
 WGMMA_RS(8, 16, R8, 8, 9, 10, 11, 12, 13, D8(0))
 WGMMA_RS(16, 32, R16, 16, 17, 18, 19, 20, 21, D16)
@@ -146,55 +178,62 @@ WGMMA_RS(36, 72, R36, 36, 37, 38, 39, 40, 41, D36)
 WGMMA_RS(40, 80, R40, 40, 41, 42, 43, 44, 45, D40)
 WGMMA_RS(64, 128, R64, 64, 65, 66, 67, 68, 69, D64)
 WGMMA_RS(68, 136, R68, 68, 69, 70, 71, 72, 73, D68)
-// The same with both operands in shared memory, a as [64,16]. B_ROWS: whether the summed index runs over that tile's
-// rows (b is [16,N]) or along them (b is [N,16]).
-#define WGMMA_SS(COUNT, N, R, A, B, P, TB, ...)                                                           \
-    template <int B_ROWS>                                                                                 \
-    DEVICE void wgmma(float(&d)[COUNT], uint32_t a, uint32_t b, bool add) {                               \
-        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
-                     "k16.f32.bf16.bf16 {" R "}, %" #A ", %" #B ", p, 1, 1, 0, %" #TB ";\n}"              \
-                     : __VA_ARGS__                                                                        \
-                     : "l"(full_descriptor(a)), "l"(full_descriptor(b)), "r"((int)add), "n"(B_ROWS));     \
+// The same with both operands in shared memory, a as [64,16]. B_ROWS: whether the summed index runs
+// over that tile's rows (b is [16,N]) or along them (b is [N,16]).
+#define WGMMA_SS(COUNT, N, R, A, B, P, TB, ...)                                                  \
+    template <int B_ROWS>                                                                        \
+    DEVICE void wgmma(float(&d)[COUNT], uint32_t a, uint32_t b, bool add) {                      \
+        asm volatile(                                                                            \
+            "{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
+            "k16.f32.bf16.bf16 {" R "}, %" #A ", %" #B ", p, 1, 1, 0, %" #TB ";\n}"              \
+            : __VA_ARGS__                                                                        \
+            : "l"(full_descriptor(a)), "l"(full_descriptor(b)), "r"((int)add), "n"(B_ROWS));     \
     }
 WGMMA_SS(8, 16, R8, 8, 9, 10, 11, D8(0))
 WGMMA_SS(16, 32, R16, 16, 17, 18, 19, D16)
 WGMMA_SS(32, 64, R32, 32, 33, 34, 35, D32)
 WGMMA_SS(64, 128, R64, 64, 65, 66, 67, D64)
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Tiles in shared memory
 //
-// A tile of R rows and D columns lies as ceil(D/64) slabs [R][64] of 128-byte rows. Within a slab, 16-byte chunk c of
-// row r is stored at chunk c ^ (r % 8): "128-byte swizzle", so that a column of chunks touches all banks. TMA writes it
-// so and wgmma reads it so. wgmma gets a descriptor: address, swizzle, and two distances (LBO, SBO).
+// A tile of R rows and D columns lies as ceil(D/64) slabs [R][64] of 128-byte rows. Within a slab,
+// 16-byte chunk c of row r is stored at chunk c ^ (r % 8): "128-byte swizzle", so that a column of
+// chunks touches all banks. TMA writes it so and wgmma reads it so. wgmma gets a descriptor:
+// address, swizzle, and two distances (LBO, SBO).
 
-// SBO: from 8 rows to the next 8. LBO: from 64 columns to the next 64 where the rows are the summed index and N > 64;
-// else unused. This is the low word, address and LBO in units of 16 bytes; full_descriptor() adds the high one.
+// SBO: from 8 rows to the next 8. LBO: from 64 columns to the next 64 where the rows are the summed
+// index and N > 64; else unused. This is the low word, address and LBO in units of 16 bytes;
+// full_descriptor() adds the high one.
 DEVICE uint32_t descriptor(const void* at, int lbo) {
     return (uint32_t)(lbo / 16) << 16 | (shared_address(at) & 0x3FFFF) / 16;
 }
 DEVICE uint32_t advance(uint32_t descriptor, int bytes) { return descriptor + bytes / 16; }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Forward. Roles in a block: one warpgroup loads (one thread of it), the others own 64 queries each. K and V go through
-// rings of `stages` tiles. `full` tells that a tile has come, `empty` that every warpgroup has read it.
+// -------------------------------------------------------------------------------------------------
+// Forward. Roles in a block: one warpgroup loads (one thread of it), the others own 64 queries
+// each. K and V go through rings of `stages` tiles. `full` tells that a tile has come, `empty` that
+// every warpgroup has read it.
 //
-// A warpgroup takes the tiles of keys from the last to the first. It issues step 1 for the next tile, then step 5's P V
-// for this one, and hands the turn to the next warpgroup: the tensor cores do that one's products while the exponential
-// unit does this one's softmax. The wait for P V is written behind the row maxima and a quarter of the exponentials
-// (ptxas moves it up to the maxima). O is then multiplied by `shrink`, and the other exponentials are packed in P's
-// registers as they come.
+// A warpgroup takes the tiles of keys from the last to the first. It issues step 1 for the next
+// tile, then step 5's P V for this one, and hands the turn to the next warpgroup: the tensor cores
+// do that one's products while the exponential unit does this one's softmax. The wait for P V is
+// written behind the row maxima and a quarter of the exponentials (ptxas moves it up to the
+// maxima). O is then multiplied by `shrink`, and the other exponentials are packed in P's registers
+// as they come.
 //
-// There are at most as many blocks as multiprocessors. Each takes one tile of queries after another, from a counter,
-// and has two buffers for Q, so that the next tile's Q, K and V are loaded while this one's last products are at work.
-// O leaves through its Q's buffer. Each warp gives its rows back, so q_empty counts warps.
+// There are at most as many blocks as multiprocessors. Each takes one tile of queries after
+// another, from a counter, and has two buffers for Q, so that the next tile's Q, K and V are loaded
+// while this one's last products are at work. O leaves through its Q's buffer. Each warp gives its
+// rows back, so q_empty counts warps.
 //
-// Step 4 is the tensor cores', too: at D 64 and 128 each tile of V has eight more columns, of ones, and what O has
-// there is l. That spares an addition per element, and l is of the very weights that V is multiplied with, rounded as
-// they are.
+// Step 4 is the tensor cores', too: at D 64 and 128 each tile of V has eight more columns, of ones,
+// and what O has there is l. That spares an addition per element, and l is of the very weights that
+// V is multiplied with, rounded as they are.
 
-// 16 rows of a result, times a factor for each thread's two: through shared memory of the warp's own (16 rows in each
-// slab, swizzled as everywhere), then 16 bytes a thread to global  LOADED_AGAIN: TMA will write there later.
+// 16 rows of a result, times a factor for each thread's two: through shared memory of the warp's
+// own (16 rows in each slab, swizzled as everywhere), then 16 bytes a thread to global
+// LOADED_AGAIN: TMA will write there later.
 template <int D, int SLAB_BYTES, bool LOADED_AGAIN, int N>
 DEVICE void store_rows(const Heads& to, int b, int h, int first, int rows, const float (&x)[N],
                        const float (&factor)[2], char* own, int lane) {
@@ -204,10 +243,12 @@ DEVICE void store_rows(const Heads& to, int b, int h, int first, int rows, const
 #pragma unroll
     for (int j = 0; j < D / 2; j += 2) {
         int r = lane / 4 + j % 4 / 2 * 8;
-        *(uint32_t*)(chunk(r, j / 4 * 8) + lane % 4 * 4) = pack(x[j] * factor[j % 4 / 2], x[j + 1] * factor[j % 4 / 2]);
+        *(uint32_t*)(chunk(r, j / 4 * 8) + lane % 4 * 4) =
+            pack(x[j] * factor[j % 4 / 2], x[j + 1] * factor[j % 4 / 2]);
     }
-    if (LOADED_AGAIN) { shared_to_async_fence(); }  // here, before the stores to global memory, for which it would wait
-    __syncwarp();                                   // what the other lanes wrote is read below
+    // here, before the stores to global memory, for which it would wait
+    if (LOADED_AGAIN) { shared_to_async_fence(); }
+    __syncwarp();  // what the other lanes wrote is read below
     bf16* out = head_of<bf16>(to, b, h);
     for (int n = lane; n < 16 * (D / 8); n += WARP) {
         int r = n / (D / 8), d = n % (D / 8) * 8;
@@ -226,7 +267,8 @@ struct HopperForward {
     static constexpr int q_bytes = slabs * q_slab, k_bytes = slabs * k_slab;
     static constexpr bool sums = D % SLAB == 0;  // V has another slab, of ones
     static constexpr int v_bytes = k_bytes + (sums ? k_slab : 0), o_columns = D + (sums ? 8 : 0);
-    // Bytes from the start of shared memory, two tiles of queries. 1024: to start at a multiple, as the swizzle needs.
+    // Bytes from the start of shared memory, two tiles of queries. 1024: to start at a multiple, as
+    // the swizzle needs.
     static constexpr int k_ring = 2 * q_bytes, v_ring = k_ring + stages * k_bytes;
     static constexpr size_t bytes = v_ring + stages * v_bytes + 1024;
     static_assert(D % 16 == 0 && D <= 128 && groups > 1 && stages == 2);
@@ -234,29 +276,34 @@ struct HopperForward {
 template <class Tile>
 struct alignas(8) ForwardBarriers {
     uint64_t q_full[2], q_empty[2];
-    uint64_t k_full[Tile::stages], k_empty[Tile::stages], v_full[Tile::stages], v_empty[Tile::stages];
+    uint64_t k_full[Tile::stages], k_empty[Tile::stages], v_full[Tile::stages],
+        v_empty[Tile::stages];
     int tile[2];  // whose Q that is; none is left if it is not below `all`
 };
-// How many tiles of queries the forward's blocks have taken after their first ones, and how many blocks have found none
-// left; 0 between launches. A device has one pair, so two forwards must not run at a time: ours are all in one stream.
+// How many tiles of queries the forward's blocks have taken after their first ones, and how many
+// blocks have found none left; 0 between launches. A device has one pair, so two forwards must not
+// run at a time: ours are all in one stream.
 __device__ int tiles_taken, blocks_done;
 
 struct QueryTile {
     int b, h, q0, k_tiles;  // q0: its first query; k_tiles: how many tiles of keys its queries see
 };
-// `order` is attention_grid()'s: its blocks, numbered in their order, are the tiles of queries that are taken here.
+// `order` is attention_grid()'s: its blocks, numbered in their order, are the tiles of queries that
+// are taken here.
 template <class Tile>
 DEVICE QueryTile query_tile(const AttentionArgs& a, dim3 order, int tile) {
     int head = tile / (order.x * order.y) * order.x + tile % order.x;
-    int i = order.y - 1 - tile / order.x % order.y;  // the last queries see the most keys: they come first
+    // the last queries see the most keys: they come first
+    int i = order.y - 1 - tile / order.x % order.y;
     int q0 = i * Tile::Bq;
-    return {head / a.H, head % a.H, q0, (keys_seen(a.causal, q0 + Tile::Bq - 1, a.Tk) + Tile::Bk - 1) / Tile::Bk};
+    return {head / a.H, head % a.H, q0,
+            (keys_seen(a.causal, q0 + Tile::Bq - 1, a.Tk) + Tile::Bk - 1) / Tile::Bk};
 }
 
 template <class Tile>
 DEVICE void forward_loader(const AttentionArgs& a, dim3 order, int all, const CUtensorMap* q_map,
-                           const CUtensorMap* k_map, const CUtensorMap* v_map, ForwardBarriers<Tile>& bars,
-                           char* q_tiles, char* k_ring, char* v_ring) {
+                           const CUtensorMap* k_map, const CUtensorMap* v_map,
+                           ForwardBarriers<Tile>& bars, char* q_tiles, char* k_ring, char* v_ring) {
     constexpr int Bk = Tile::Bk, stages = Tile::stages;
     int n = 0;  // tiles of K and V so far
     for (int tile = blockIdx.x, served = 0;; served++) {
@@ -268,12 +315,14 @@ DEVICE void forward_loader(const AttentionArgs& a, dim3 order, int all, const CU
             break;
         }
         QueryTile q = query_tile<Tile>(a, order, tile);
-        tma_load_tile<Tile::slabs>(q_tiles + buffer * Tile::q_bytes, Tile::q_slab, q_map, &bars.q_full[buffer], q.q0,
-                                   q.h, q.b);
-        auto load = [&](char* ring, int bytes, const CUtensorMap* map, uint64_t* full, uint64_t* empty, int key) {
+        tma_load_tile<Tile::slabs>(q_tiles + buffer * Tile::q_bytes, Tile::q_slab, q_map,
+                                   &bars.q_full[buffer], q.q0, q.h, q.b);
+        auto load = [&](char* ring, int bytes, const CUtensorMap* map, uint64_t* full,
+                        uint64_t* empty, int key) {
             int stage = n % stages, phase = n / stages % 2;
             mbarrier_wait(&empty[stage], phase ^ 1);
-            tma_load_tile<Tile::slabs>(ring + stage * bytes, Tile::k_slab, map, &full[stage], key, q.h, q.b);
+            tma_load_tile<Tile::slabs>(ring + stage * bytes, Tile::k_slab, map, &full[stage], key,
+                                       q.h, q.b);
         };
         for (int j = q.k_tiles - 1; j >= 0; j--, n++) {
             load(k_ring, Tile::k_bytes, k_map, bars.k_full, bars.k_empty, j * Bk);
@@ -285,12 +334,12 @@ DEVICE void forward_loader(const AttentionArgs& a, dim3 order, int all, const CU
     if (atomicAdd(&blocks_done, 1) == (int)gridDim.x - 1) { tiles_taken = blocks_done = 0; }
 }
 
-// Step 2, lazy (see SLACK), and step 3's shrink, for this thread's queries `row` and row + 8. m is kept times
-// c = scale log2(e). base is what step 3 subtracts. MASKED: some query does not see all keys of the tile, which are
-// `key` and on.
+// Step 2, lazy (see SLACK), and step 3's shrink, for this thread's queries `row` and row + 8. m is
+// kept times c = scale log2(e). base is what step 3 subtracts. MASKED: some query does not see all
+// keys of the tile, which are `key` and on.
 template <class Tile, bool MASKED>
-DEVICE void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[2], float (&l)[2], float (&base)[2], float (&shrink)[2],
-                       float c, const AttentionArgs& a, int row, int key) {
+DEVICE void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[2], float (&l)[2], float (&base)[2],
+                       float (&shrink)[2], float c, const AttentionArgs& a, int row, int key) {
     if constexpr (MASKED) {
 #pragma unroll
         for (int n = 0; n < Tile::Bk / 2; n++) {
@@ -300,7 +349,9 @@ DEVICE void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[2], float (&l)[2], f
     }
     for (int r = 0; r < 2; r++) {
         float larger = s[2 * r];
-        for (int n = 0; n < Tile::Bk / 2; n += 4) { larger = fmaxf(larger, fmaxf(s[n + 2 * r], s[n + 2 * r + 1])); }
+        for (int n = 0; n < Tile::Bk / 2; n += 4) {
+            larger = fmaxf(larger, fmaxf(s[n + 2 * r], s[n + 2 * r + 1]));
+        }
         larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 1));
         larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 2));
         float before = m[r];
@@ -312,7 +363,8 @@ DEVICE void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[2], float (&l)[2], f
 }
 // Step 3's P for these columns of S, unpacked; and step 4 where the tensor cores do not do it.
 template <class Tile>
-DEVICE void exponentials(float (&s)[Tile::Bk / 2], float (&l)[2], const float (&base)[2], float c, int from, int to) {
+DEVICE void exponentials(float (&s)[Tile::Bk / 2], float (&l)[2], const float (&base)[2], float c,
+                         int from, int to) {
     for (int r = 0; r < 2; r++) {
         for (int n = from / 2; n < to / 2; n += 4) {
             for (int e = 2 * r; e < 2 * r + 2; e++) {
@@ -331,8 +383,9 @@ DEVICE void pack_all(uint32_t (&p)[N / 8][4], const float (&s)[N]) {
 
 // Step 6, but for the division of O: l becomes the whole row's, and L is stored.
 template <class Tile>
-DEVICE void store_L(const AttentionArgs& a, int b, int h, int first, const float (&o)[Tile::o_columns / 2],
-                    const float (&m)[2], float (&l)[2], int lane) {
+DEVICE void store_L(const AttentionArgs& a, int b, int h, int first,
+                    const float (&o)[Tile::o_columns / 2], const float (&m)[2], float (&l)[2],
+                    int lane) {
     for (int r = 0; r < 2; r++) {
         if constexpr (Tile::sums) {
             l[r] = o[Tile::D / 2 + 2 * r];
@@ -341,21 +394,27 @@ DEVICE void store_L(const AttentionArgs& a, int b, int h, int first, const float
             l[r] += __shfl_xor_sync(0xffffffff, l[r], 2);
         }
         int query = first + lane / 4 + 8 * r;
-        if (lane % 4 == 0 && query < a.Tq) { a.L[((int64_t)b * a.H + h) * a.Tq + query] = m[r] / LOG2_E + logf(l[r]); }
+        if (lane % 4 == 0 && query < a.Tq) {
+            a.L[((int64_t)b * a.H + h) * a.Tq + query] = m[r] / LOG2_E + logf(l[r]);
+        }
     }
 }
 
 template <class Tile>
-DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all, ForwardBarriers<Tile>& bars, char* dynamic,
-                             int warpgroup) {
+DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
+                             ForwardBarriers<Tile>& bars, char* dynamic, int warpgroup) {
     constexpr int D = Tile::D, Bk = Tile::Bk, stages = Tile::stages;
-    char* q_tiles = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;  // passed, it costs instructions
+    // passed, it costs instructions
+    char* q_tiles = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
     int t = threadIdx.x % 128, warp = t / WARP, lane = t % WARP;
     float c = a.scale * LOG2_E;
-    uint32_t k_at = descriptor(q_tiles + Tile::k_ring, 16), v_at = descriptor(q_tiles + Tile::v_ring, Tile::k_slab);
-    uint32_t k_next = k_at, v_next = v_at;  // of the tile to be read next: they swap between the two stages
-    uint32_t k_read = 0, v_read = 0;        // read so far
-    constexpr int TURN = 1;                 // the first of the barriers at which a warpgroup waits for its turn
+    uint32_t k_at = descriptor(q_tiles + Tile::k_ring, 16),
+             v_at = descriptor(q_tiles + Tile::v_ring, Tile::k_slab);
+    // of the tile to be read next: they swap between the two stages
+    uint32_t k_next = k_at, v_next = v_at;
+    uint32_t k_read = 0, v_read = 0;  // read so far
+    // the first of the barriers at which a warpgroup waits for its turn
+    constexpr int TURN = 1;
     if (warpgroup == Tile::groups - 1) { barrier_arrive(TURN, 256); }
 #pragma unroll 1
     for (int served = 0;; served++) {
@@ -366,9 +425,11 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all, Forwar
         QueryTile q = query_tile<Tile>(a, order, tile);
         int first = q.q0 + warpgroup * 64;
         int row = first + warp * 16 + lane / 4;  // this thread's queries: row and row + 8
-        float s[Bk / 2], o[Tile::o_columns / 2] = {}, m[2] = {-INFINITY, -INFINITY};  // m: times c, so in powers of 2
+        // m: times c, so in powers of 2
+        float s[Bk / 2], o[Tile::o_columns / 2] = {}, m[2] = {-INFINITY, -INFINITY};
         float l[2] = {0, 0};
-        float base[2], shrink[2];  // of the newest tile: what is subtracted, and by what O is multiplied
+        // of the newest tile: what is subtracted, and by what O is multiplied
+        float base[2], shrink[2];
         uint32_t p[Bk / 16][4];
         char* q_tile = q_tiles + buffer * Tile::q_bytes;
         uint32_t q_at = descriptor(q_tile + warpgroup * 64 * SLAB_ROW, 16);
@@ -387,7 +448,9 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all, Forwar
         auto add_values = [&] {  // step 5's O += P V, of this tile
             mbarrier_wait(&bars.v_full[v_read % stages], v_read / stages % 2);
             wgmma_fence();
-            for (int k = 0; k < Bk / 16; k++) { wgmma(o, p[k], advance(v_next, k * 16 * SLAB_ROW), true); }
+            for (int k = 0; k < Bk / 16; k++) {
+                wgmma(o, p[k], advance(v_next, k * 16 * SLAB_ROW), true);
+            }
             wgmma_commit();
             v_read++, v_next = advance(2 * v_at - v_next, Tile::v_bytes);
         };
@@ -395,8 +458,10 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all, Forwar
             if (t == 0) { mbarrier_arrive(&empty[(read - 1) % stages]); }
         };
 
-        // Tiles of keys from the last: those that hold keys which some query of this warpgroup does not see come first.
-        int whole = min(a.Tk, a.causal ? first + 1 : a.Tk) / Bk, masked_end = max(q.k_tiles - whole, 1);
+        // Tiles of keys from the last: those that hold keys which some query of this warpgroup does
+        // not see come first.
+        int whole = min(a.Tk, a.causal ? first + 1 : a.Tk) / Bk,
+            masked_end = max(q.k_tiles - whole, 1);
         auto key = [&](int from_end) { return (q.k_tiles - 1 - from_end) * Bk + lane % 4 * 2; };
         scores();
         wgmma_wait<0>(s);
@@ -412,7 +477,8 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all, Forwar
             barrier_arrive(TURN + (warpgroup + 1) % Tile::groups, 256);
             wgmma_wait<1>(s);
             release(bars.k_empty, k_read);
-            row_maxima<Tile, decltype(masked)::value>(s, m, l, base, shrink, c, a, row, key(from_end));
+            row_maxima<Tile, decltype(masked)::value>(s, m, l, base, shrink, c, a, row,
+                                                      key(from_end));
             exponentials<Tile>(s, l, base, c, 0, Bk / 4);
             wgmma_wait<0>(o);
             release(bars.v_empty, v_read);
@@ -443,7 +509,8 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all, Forwar
 template <class Tile>
 __global__ void __launch_bounds__(Tile::threads, 1)
     hopper_forward_kernel(AttentionArgs a, dim3 order, const __grid_constant__ CUtensorMap q_map,
-                          const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
+                          const __grid_constant__ CUtensorMap k_map,
+                          const __grid_constant__ CUtensorMap v_map) {
 #ifdef HAS_WGMMA
     extern __shared__ char dynamic[];
     __shared__ ForwardBarriers<Tile> bars;
@@ -457,7 +524,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         }
         for (int i = 0; i < Tile::stages; i++) {
             mbarrier_init(&bars.k_full[i], 1), mbarrier_init(&bars.v_full[i], 1);
-            mbarrier_init(&bars.k_empty[i], Tile::groups), mbarrier_init(&bars.v_empty[i], Tile::groups);
+            mbarrier_init(&bars.k_empty[i], Tile::groups),
+                mbarrier_init(&bars.v_empty[i], Tile::groups);
         }
         mbarrier_init_fence();
     }
@@ -471,11 +539,13 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     }
     __syncthreads();
 
-    int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // so the compiler knows that it is uniform
+    // so the compiler knows that it is uniform
+    int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
     if (warpgroup == Tile::groups) {
         fewer_registers<Tile::loader_registers>();
         if (threadIdx.x % 128 == 0) {
-            forward_loader<Tile>(a, order, all, &q_map, &k_map, &v_map, bars, q_tiles, k_ring, v_ring);
+            forward_loader<Tile>(a, order, all, &q_map, &k_map, &v_map, bars, q_tiles, k_ring,
+                                 v_ring);
         }
         return;
     }
@@ -484,32 +554,36 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Backward: the main kernel, between fast/flash.h's `before` and `after`.
 //
-// A block owns Bk = 128 keys, 64 for each of two warpgroups, and streams tiles of Bq queries past them. Scores are
-// transposed, a row being a key, as in fast/flash_mma.cu:
+// A block owns Bk = 128 keys, 64 for each of two warpgroups, and streams tiles of Bq queries past
+// them. Scores are transposed, a row being a key, as in fast/flash_mma.cu:
 //   - steps 8 and 10, S^T = K Q^T and dP^T = V dO^T, have both operands in shared memory;
-//   - steps 9 and 13, dV += P^T dO and dK += dS^T Q, take P^T and dS^T straight from the registers in which 8 and 10
-//     left S^T and dP^T;
-//   - step 12, dQ += dS K, sums over all keys of the block, so dS goes through shared memory. A warpgroup takes half of
-//     the tile's queries, or where there are only 64, 64 columns (at D 80 the second's last 48 are zeros, computed and
-//     not added).
-// Step 12 lags one tile behind the others, so that nobody waits for the other warpgroup's half of dS: it has long been
-// written. The two need not be at the same point, and one's exponentials run under the other's products.
+//   - steps 9 and 13, dV += P^T dO and dK += dS^T Q, take P^T and dS^T straight from the registers
+//     in which 8 and 10 left S^T and dP^T;
+//   - step 12, dQ += dS K, sums over all keys of the block, so dS goes through shared memory. A
+//     warpgroup takes half of the tile's queries, or where there are only 64, 64 columns (at D 80
+//     the second's last 48 are zeros, computed and not added).
+// Step 12 lags one tile behind the others, so that nobody waits for the other warpgroup's half of
+// dS: it has long been written. The two need not be at the same point, and one's exponentials run
+// under the other's products.
 template <int HEAD, int QUERIES>
 struct HopperBackward {
     static constexpr int D = HEAD, Bq = QUERIES, Bk = 128, stages = 2, threads = 3 * 128;
     static constexpr int loader_registers = 24, registers = 240;  // of a thread
     static constexpr int slabs = (D + SLAB - 1) / SLAB;
     static constexpr int k_slab = Bk * SLAB_ROW, q_slab = Bq * SLAB_ROW;  // bytes
-    static constexpr int k_bytes = slabs * k_slab, q_bytes = slabs * q_slab, ds_bytes = Bk / SLAB * q_slab;
+    static constexpr int k_bytes = slabs * k_slab, q_bytes = slabs * q_slab,
+                         ds_bytes = Bk / SLAB * q_slab;
     static constexpr int stats_bytes = Bq * sizeof(float2), dq_columns = D < 64 ? D : 64;
     // dS is doubled: while one tile's is read, the next is written.
-    static constexpr size_t bytes = 2 * k_bytes + 2 * stages * q_bytes + 2 * ds_bytes + stages * stats_bytes + 1024;
+    static constexpr size_t bytes =
+        2 * k_bytes + 2 * stages * q_bytes + 2 * ds_bytes + stages * stats_bytes + 1024;
     static_assert(D % 16 == 0 && D <= 128 && (Bq == 64 || Bq == 128));
 };
-// p's two numbers times x and y, packed. x and y are rounded first: two elements are then two instructions, not five.
+// p's two numbers times x and y, packed. x and y are rounded first: two elements are then two
+// instructions, not five.
 DEVICE uint32_t multiply_packed(uint32_t p, float x, float y) {
     uint32_t xy = pack(x, y), product;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(p), "r"(xy));
@@ -518,7 +592,8 @@ DEVICE uint32_t multiply_packed(uint32_t p, float x, float y) {
 
 template <class Tile>
 struct alignas(8) BackwardBarriers {
-    uint64_t k_full, v_full, q_full[Tile::stages], q_empty[Tile::stages], dO_full[Tile::stages], dO_empty[Tile::stages];
+    uint64_t k_full, v_full, q_full[Tile::stages], q_empty[Tile::stages], dO_full[Tile::stages],
+        dO_empty[Tile::stages];
 };
 struct BackwardMemory {  // shared
     char *k_tile, *v_tile, *q_ring, *dO_ring, *ds_tiles, *stats_ring;
@@ -529,16 +604,17 @@ struct KeyTile {
 };
 
 template <class Tile>
-DEVICE void backward_loader(const BackwardWorkspace& w, const CUtensorMap* q_map, const CUtensorMap* k_map,
-                            const CUtensorMap* v_map, const CUtensorMap* dO_map, BackwardBarriers<Tile>& bars,
+DEVICE void backward_loader(const BackwardWorkspace& w, const CUtensorMap* q_map,
+                            const CUtensorMap* k_map, const CUtensorMap* v_map,
+                            const CUtensorMap* dO_map, BackwardBarriers<Tile>& bars,
                             const BackwardMemory& memory, const KeyTile& tile) {
     constexpr int Bq = Tile::Bq, stages = Tile::stages;
     auto load_own = [&](char* to, const CUtensorMap* map, uint64_t* full) {
         tma_load_tile<Tile::slabs>(to, Tile::k_slab, map, full, tile.k0, tile.h, tile.b);
     };
     auto load = [&](char* ring, const CUtensorMap* map, uint64_t* full, int i, int more) {
-        tma_load_tile<Tile::slabs>(ring + i % stages * Tile::q_bytes, Tile::q_slab, map, &full[i % stages],
-                                   (tile.begin + i) * Bq, tile.h, tile.b, more);
+        tma_load_tile<Tile::slabs>(ring + i % stages * Tile::q_bytes, Tile::q_slab, map,
+                                   &full[i % stages], (tile.begin + i) * Bq, tile.h, tile.b, more);
     };
     load_own(memory.k_tile, k_map, &bars.k_full);
     for (int i = 0; i < tile.q_tiles; i++) {
@@ -548,8 +624,8 @@ DEVICE void backward_loader(const BackwardWorkspace& w, const CUtensorMap* q_map
         // L and D, and dQ's zeros, to which nobody adds before this copy has come.
         if (i == 0) { await_previous_kernel(); }
         bulk_load(memory.stats_ring + stage * Tile::stats_bytes,
-                  w.stats + ((int64_t)tile.head * w.rows + (int64_t)(tile.begin + i) * Bq) / 2, Tile::stats_bytes,
-                  &bars.q_full[stage]);
+                  w.stats + ((int64_t)tile.head * w.rows + (int64_t)(tile.begin + i) * Bq) / 2,
+                  Tile::stats_bytes, &bars.q_full[stage]);
         if (i == 0) { load_own(memory.v_tile, v_map, &bars.v_full); }
         mbarrier_wait(&bars.dO_empty[stage], phase ^ 1);
         load(memory.dO_ring, dO_map, bars.dO_full, i, 0);
@@ -560,8 +636,8 @@ DEVICE void backward_loader(const BackwardWorkspace& w, const CUtensorMap* q_map
 template <class Tile>
 struct BackwardConsumer {
     static constexpr int D = Tile::D, Bk = Tile::Bk, Bq = Tile::Bq, stages = Tile::stages;
-    // From here on a thread's part of L is loaded before dP is issued: a quarter, with which the exponentials begin.
-    // More would hold dP back.
+    // From here on a thread's part of L is loaded before dP is issued: a quarter, with which the
+    // exponentials begin. More would hold dP back.
     static constexpr int EARLY = Bq / 2 - Bq / 8;
     using EarlyL = float2[Bq / 32];
     using Scores = float[Bq / 2];         // of S^T, P^T, dP^T
@@ -577,17 +653,21 @@ struct BackwardConsumer {
     Scores& s;
     float (&dk)[D / 2], (&dv)[D / 2];
     int t = threadIdx.x % 128, warp = t / WARP, lane = t % WARP;
-    int first = tile.k0 + warpgroup * 64, row = first + warp * 16 + lane / 4;  // this thread's keys: row and row + 8
+    // this thread's keys: row and row + 8
+    int first = tile.k0 + warpgroup * 64, row = first + warp * 16 + lane / 4;
     float c = a.scale * LOG2_E;
     uint32_t k_at = descriptor(memory.k_tile + warpgroup * 64 * SLAB_ROW, 16),
              v_at = descriptor(memory.v_tile + warpgroup * 64 * SLAB_ROW, 16),
-             q_at = descriptor(memory.q_ring, Tile::q_slab), dO_at = descriptor(memory.dO_ring, Tile::q_slab);
+             q_at = descriptor(memory.q_ring, Tile::q_slab),
+             dO_at = descriptor(memory.dO_ring, Tile::q_slab);
     // Each warpgroup computes 64 queries of dQ, or where a tile has no more, 64 columns of all.
     int dq_query = Bq == 64 ? 0 : warpgroup * 64, dq_column = Bq == 64 ? warpgroup * 64 : 0;
     uint32_t ds_at = descriptor(memory.ds_tiles + dq_query * SLAB_ROW, 16),
              k_all = descriptor(memory.k_tile + dq_column / SLAB * Tile::k_slab, 16);
     int dq_blocks = min(Tile::dq_columns, D - dq_column) / 8;  // of 8 columns
-    int64_t block = (((int64_t)tile.head * w.rows + tile.begin * Bq + dq_query) / 16 + warp) * (D / 8) + dq_column / 8;
+    int64_t block =
+        (((int64_t)tile.head * w.rows + tile.begin * Bq + dq_query) / 16 + warp) * (D / 8) +
+        dq_column / 8;
     float4* first_dq = (float4*)w.dq + block * WARP + lane;
 
     // x = (add ? x : 0) + own rows times a streamed tile, transposed
@@ -595,8 +675,8 @@ struct BackwardConsumer {
         wgmma_fence();
         for (int d = 0; d < D; d += 16) {
             int slab = d / SLAB, in_slab = d % SLAB * 2;
-            wgmma<0>(x, advance(own, slab * Tile::k_slab + in_slab), advance(streamed, slab * Tile::q_slab + in_slab),
-                     d > 0 || add);
+            wgmma<0>(x, advance(own, slab * Tile::k_slab + in_slab),
+                     advance(streamed, slab * Tile::q_slab + in_slab), d > 0 || add);
         }
         wgmma_commit();
     }
@@ -607,7 +687,9 @@ struct BackwardConsumer {
     // sum += x times a streamed tile
     DEVICE void add_product(float (&sum)[D / 2], const Packed& x, uint32_t streamed) {
         wgmma_fence();
-        for (int k = 0; k < Bq / 16; k++) { wgmma(sum, x[k], advance(streamed, k * 16 * SLAB_ROW), true); }
+        for (int k = 0; k < Bq / 16; k++) {
+            wgmma(sum, x[k], advance(streamed, k * 16 * SLAB_ROW), true);
+        }
         wgmma_commit();
     }
     DEVICE void start_dq(DqPart& dq, int i) {  // step 12's product
@@ -625,26 +707,33 @@ struct BackwardConsumer {
         float4* to = first_dq + (int64_t)i * (Bq / 16 * (D / 8) * WARP);
         for (int n = 0; n < Tile::dq_columns / 8; n++) {
             if (D % Tile::dq_columns == 0 || n < dq_blocks) {  // the first is known to the compiler
-                atomicAdd(to + n * WARP, make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]));
+                atomicAdd(to + n * WARP,
+                          make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]));
             }
         }
     }
-    // There is room for two tiles of dS. Each warpgroup tells the other that its half of tile i is there, and that dQ
-    // of tile i has been computed from it. Two barriers each, since one may be a tile ahead of the other.
+    // There is room for two tiles of dS. Each warpgroup tells the other that its half of tile i is
+    // there, and that dQ of tile i has been computed from it. Two barriers each, since one may be a
+    // tile ahead of the other.
     DEVICE void give_ds(int i) { barrier_arrive(1 + 2 * warpgroup + (i & 1), 256); }
     DEVICE void await_ds(int i) { barrier_sync(1 + 2 * (warpgroup ^ 1) + (i & 1), 256); }
     DEVICE void give_back_ds(int i) { barrier_arrive(6 + 2 * warpgroup + (i & 1), 256); }
     DEVICE void await_ds_back(int i) { barrier_sync(6 + 2 * (warpgroup ^ 1) + (i & 1), 256); }
 
     // Two queries' L, then their D: stats is the tile's, n a column of the scores.
-    DEVICE float2 L_of(const float4* stats, int n) { return *(const float2*)&stats[n + lane % 4].x; }
-    DEVICE float2 D_of(const float4* stats, int n) { return *(const float2*)&stats[n + lane % 4].z; }
+    DEVICE float2 L_of(const float4* stats, int n) {
+        return *(const float2*)&stats[n + lane % 4].x;
+    }
+    DEVICE float2 D_of(const float4* stats, int n) {
+        return *(const float2*)&stats[n + lane % 4].z;
+    }
     DEVICE void load_early_L(EarlyL& early_L, const float4* stats) {
         for (int n = EARLY; n < Bq / 2; n += 4) { early_L[(n - EARLY) / 4] = L_of(stats, n); }
     }
     // Step 8's P for these queries of the tile from q0 on, packed, from the last.
     template <bool MASKED>
-    DEVICE void exponentials(Packed& p, int q0, const float4* stats, const EarlyL& early_L, int from, int to) {
+    DEVICE void exponentials(Packed& p, int q0, const float4* stats, const EarlyL& early_L,
+                             int from, int to) {
 #pragma unroll
         for (int n = to / 2 - 4; n >= from / 2; n -= 4) {
             float2 L = n < EARLY ? L_of(stats, n) : early_L[(n - EARLY) / 4];
@@ -667,16 +756,19 @@ struct BackwardConsumer {
         for (int k = 0; k < Bq / 16; k++) {
             for (int half = 0; half < 2; half++) {
                 int n = 8 * k + 4 * half;
-                for (int r = 0; r < 2; r++) {  // P is taken packed: unpacked it would need Bq / 2 registers
-                    ds[k][2 * half + r] = multiply_packed(p[k][2 * half + r], dp[n + 2 * r], dp[n + 2 * r + 1]);
+                // P is taken packed: unpacked it would need Bq / 2 registers
+                for (int r = 0; r < 2; r++) {
+                    ds[k][2 * half + r] =
+                        multiply_packed(p[k][2 * half + r], dp[n + 2 * r], dp[n + 2 * r + 1]);
                 }
             }
             int query = 16 * k + lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
             stmatrix_x4_transposed(ds_tile + query * SLAB_ROW + (chunk ^ lane % 8) * 16, ds[k]);
         }
     }
-    // One thread for its warpgroup: the four warps do their products together, and have read L and D, which q_empty
-    // gives back, too, before the barrier_sync in await_ds() or await_ds_back(), where all 128 threads meet.
+    // One thread for its warpgroup: the four warps do their products together, and have read L and
+    // D, which q_empty gives back, too, before the barrier_sync in await_ds() or await_ds_back(),
+    // where all 128 threads meet.
     DEVICE void release(int stage) {
         if (t == 0) {
             mbarrier_arrive(&bars.dO_empty[stage]);
@@ -685,8 +777,8 @@ struct BackwardConsumer {
     }
 
     // A step has S of tile i when it begins, and issues, in the tensor cores' order:
-    // at D 80 and 128 (tiles of 64 queries) dP; dQ of the tile before; dV; dK; S of the next tile. dQ takes the
-    // registers of S, which are free by then, and dP starts at -D.
+    // at D 80 and 128 (tiles of 64 queries) dP; dQ of the tile before; dV; dK; S of the next tile.
+    // dQ takes the registers of S, which are free by then, and dP starts at -D.
     template <bool MASKED>
     DEVICE void step_of_64_queries(int i) {
         int stage = i % stages, q0 = (tile.begin + i) * Bq;
@@ -699,27 +791,32 @@ struct BackwardConsumer {
             dp[n] = dp[n + 2] = -Di.x, dp[n + 1] = dp[n + 3] = -Di.y;
         }
         mbarrier_wait(&bars.dO_full[stage], i / stages % 2);
-        rows_times_rows(dp, v_at, advance(dO_at, stage * Tile::q_bytes), true);  // step 10, and step 11's - D
+        // step 10, and step 11's - D
+        rows_times_rows(dp, v_at, advance(dO_at, stage * Tile::q_bytes), true);
         Packed p, ds;
         exponentials<MASKED>(p, q0, stats, early_L, Bq / 4, Bq);
-        wgmma_wait<0>();  // for dP; ptxas moves the last quarter of the exponentials behind the first wgmma of dQ
+        // for dP; ptxas moves the last quarter of the exponentials behind the first wgmma of dQ
+        wgmma_wait<0>();
         read_after_wait(dp);
         exponentials<MASKED>(p, q0, stats, early_L, 0, Bq / 4);
         await_ds(i - 1);
         start_dq(s, i - 1);
         add_product(dv, p, advance(dO_at, stage * Tile::q_bytes));  // step 9
         make_ds(ds, p, dp, i);
-        wgmma_wait<1>(s);         // dQ is done, so that give_ds() gives the tile before back, too
-        shared_to_async_fence();  // it would wait for additions that were just started, so they come later
+        wgmma_wait<1>(s);  // dQ is done, so that give_ds() gives the tile before back, too
+        // it would wait for additions that were just started, so they come later
+        shared_to_async_fence();
         give_ds(i);
         if (i > 0) { add_dq(s, i - 1); }
         add_product(dk, ds, advance(q_at, stage * Tile::q_bytes));  // step 13
-        scores(min(i + 1, tile.q_tiles - 1));  // at the end the last tile's again, unused: a branch costs more
+        // at the end the last tile's again, unused: a branch costs more
+        scores(min(i + 1, tile.q_tiles - 1));
         wgmma_wait<0>(dv, dk, s);
         release(stage);
     }
-    // At D 16, 32 and 64 (tiles of 128 queries): dP; dV; dQ of the tile before; dK; S of the next tile. dQ fits only
-    // into the registers of dP, which are free when dS is made; and loading D first would hold dP back.
+    // At D 16, 32 and 64 (tiles of 128 queries): dP; dV; dQ of the tile before; dK; S of the next
+    // tile. dQ fits only into the registers of dP, which are free when dS is made; and loading D
+    // first would hold dP back.
     template <bool MASKED>
     DEVICE void step_of_128_queries(int i) {
         int stage = i % stages, q0 = (tile.begin + i) * Bq;
@@ -731,21 +828,24 @@ struct BackwardConsumer {
         rows_times_rows(dp, v_at, advance(dO_at, stage * Tile::q_bytes), false);  // step 10
         Packed p, ds;
         exponentials<MASKED>(p, q0, stats, early_L, 0, Bq);
-        float2 all_D[Bq / 8];  // loaded all at once: between the stores of dS each load would be waited for
+        // loaded all at once: between the stores of dS each load would be waited for
+        float2 all_D[Bq / 8];
         for (int n = 0; n < Bq / 2; n += 4) { all_D[n / 4] = D_of(stats, n); }
         wgmma_wait_in_place(a.Tk > 0, dp);
         for (int n = 0; n < Bq / 2; n++) { dp[n] -= n % 2 ? all_D[n / 4].y : all_D[n / 4].x; }
         add_product(dv, p, advance(dO_at, stage * Tile::q_bytes));  // step 9
         await_ds_back(i - 2);
         make_ds(ds, p, dp, i);
-        shared_to_async_fence();  // it would wait for additions that were just started, so they come later
+        // it would wait for additions that were just started, so they come later
+        shared_to_async_fence();
         give_ds(i);
         DqPart dq;
         await_ds(i - 1);
         start_dq(dq, i - 1);
         add_product(dk, ds, advance(q_at, stage * Tile::q_bytes));  // step 13
         wgmma_wait<2>(dv);                                          // P's registers are free
-        scores(min(i + 1, tile.q_tiles - 1));  // at the end the last tile's again, unused: a branch costs more
+        // at the end the last tile's again, unused: a branch costs more
+        scores(min(i + 1, tile.q_tiles - 1));
         wgmma_wait<2>(dq);
         give_back_ds(i - 1);
         if (i > 0) { add_dq(dq, i - 1); }
@@ -763,8 +863,9 @@ struct BackwardConsumer {
 };
 
 template <class Tile>
-DEVICE void backward_consumer(const AttentionArgs& a, const BackwardWorkspace& w, BackwardBarriers<Tile>& bars,
-                              const BackwardMemory& memory, const KeyTile& tile, int warpgroup) {
+DEVICE void backward_consumer(const AttentionArgs& a, const BackwardWorkspace& w,
+                              BackwardBarriers<Tile>& bars, const BackwardMemory& memory,
+                              const KeyTile& tile, int warpgroup) {
     constexpr int D = Tile::D, Bq = Tile::Bq;
     float s[Bq / 2], dk[D / 2] = {}, dv[D / 2] = {};
     BackwardConsumer<Tile> consumer{a, w, bars, memory, tile, warpgroup, s, dk, dv};
@@ -778,7 +879,9 @@ DEVICE void backward_consumer(const AttentionArgs& a, const BackwardWorkspace& w
         if (Bq == 128) { consumer.give_back_ds(-2); }
     }
     // Causal: the first tiles hold queries that do not see all of this warpgroup's keys.
-    int masked_end = first + 64 > a.Tk ? end : a.causal ? min(end, (first + 63 + Bq - 1) / Bq - tile.begin) : 0;
+    int masked_end = first + 64 > a.Tk ? end
+                     : a.causal        ? min(end, (first + 63 + Bq - 1) / Bq - tile.begin)
+                                       : 0;
     int i = 0;
 #pragma unroll 1
     for (; i < masked_end; i++) { consumer.template step<true>(i); }
@@ -793,18 +896,21 @@ DEVICE void backward_consumer(const AttentionArgs& a, const BackwardWorkspace& w
         consumer.add_dq(dq, end - 1);
     }
     barrier_sync(5, 256);  // K is no longer read by the other warpgroup
-    const int warp_row = first + consumer.warp * 16, rows = (warpgroup * 64 + consumer.warp * 16) * SLAB_ROW;
+    const int warp_row = first + consumer.warp * 16,
+              rows = (warpgroup * 64 + consumer.warp * 16) * SLAB_ROW;
     float scale[2] = {a.scale, a.scale}, one[2] = {1, 1};
-    store_rows<D, Tile::k_slab, false>(a.dk, tile.b, tile.h, warp_row, a.Tk, dk, scale, memory.k_tile + rows,
-                                       consumer.lane);
-    store_rows<D, Tile::k_slab, false>(a.dv, tile.b, tile.h, warp_row, a.Tk, dv, one, memory.v_tile + rows,
-                                       consumer.lane);
+    store_rows<D, Tile::k_slab, false>(a.dk, tile.b, tile.h, warp_row, a.Tk, dk, scale,
+                                       memory.k_tile + rows, consumer.lane);
+    store_rows<D, Tile::k_slab, false>(a.dv, tile.b, tile.h, warp_row, a.Tk, dv, one,
+                                       memory.v_tile + rows, consumer.lane);
 }
 
 template <class Tile>
 __global__ void __launch_bounds__(Tile::threads, 1)
-    hopper_backward_kernel(AttentionArgs a, BackwardWorkspace w, const __grid_constant__ CUtensorMap q_map,
-                           const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
+    hopper_backward_kernel(AttentionArgs a, BackwardWorkspace w,
+                           const __grid_constant__ CUtensorMap q_map,
+                           const __grid_constant__ CUtensorMap k_map,
+                           const __grid_constant__ CUtensorMap v_map,
                            const __grid_constant__ CUtensorMap dO_map) {
 #ifdef HAS_WGMMA
     constexpr int Bk = Tile::Bk, Bq = Tile::Bq, stages = Tile::stages;
@@ -834,7 +940,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     }
     __syncthreads();
 
-    int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // so the compiler knows that it is uniform
+    // so the compiler knows that it is uniform
+    int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
     if (warpgroup == 2) {
         fewer_registers<Tile::loader_registers>();
         if (threadIdx.x % 128 == 0 && tile.q_tiles > 0) {
@@ -849,7 +956,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 
 // How TMA sees x [B,H,T,D]: boxes of `rows` rows and 64 columns; beyond T and D it reads zeros.
 static CUtensorMap tensor_map(const Tensor& x, int rows) {
-    static const auto encode = (decltype(&cuTensorMapEncodeTiled))dlsym(  // the driver's, which we do not link
+    // the driver's, which we do not link
+    static const auto encode = (decltype(&cuTensorMapEncodeTiled))dlsym(
         dlopen("libcuda.so.1", RTLD_LAZY), "cuTensorMapEncodeTiled");
     if (!encode) { fail("the driver has no cuTensorMapEncodeTiled"); }
     CUtensorMap map;
@@ -857,8 +965,8 @@ static CUtensorMap tensor_map(const Tensor& x, int rows) {
     for (int i = 0; i < 4; i++) { size[i] = x.dim(3 - i); }
     for (int i = 0; i < 3; i++) { stride[i] = size[i + 1] > 1 ? x.stride[2 - i] * 2 : 16; }
     cuuint32_t box[] = {SLAB, (cuuint32_t)rows, 1, 1}, step[] = {1, 1, 1, 1};
-    CUresult error = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, x.data, size, stride, box, step,
-                            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+    CUresult error = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, x.data, size, stride, box,
+                            step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (error != CUDA_SUCCESS) { fail("cuTensorMapEncodeTiled: error %d", (int)error); }
     return map;
@@ -869,8 +977,8 @@ static void launch_forward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
     dim3 order = attention_grid(a, ceil_div(a.Tq, Tile::Bq));
     int blocks = std::min<int64_t>(multiprocessors(), (int64_t)order.x * order.y * order.z);
-    launch(hopper_forward_kernel<Tile>, blocks, Tile::threads, Tile::bytes, a, order, tensor_map(t.q, Tile::Bq),
-           tensor_map(t.k, Tile::Bk), tensor_map(t.v, Tile::Bk));
+    launch(hopper_forward_kernel<Tile>, blocks, Tile::threads, Tile::bytes, a, order,
+           tensor_map(t.q, Tile::Bq), tensor_map(t.k, Tile::Bk), tensor_map(t.v, Tile::Bk));
 }
 static void forward(const AttentionTensors& t) {
     switch (t.q.dim(3)) {  // <D, warpgroups, the loader's registers, the others'>
@@ -887,9 +995,9 @@ static void launch_backward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
     Tensor memory;
     BackwardWorkspace w = backward_begin<Tile::D>(a, memory);
-    launch<true>(hopper_backward_kernel<Tile>, attention_grid(a, ceil_div(a.Tk, Tile::Bk)), Tile::threads, Tile::bytes,
-                 a, w, tensor_map(t.q, Tile::Bq), tensor_map(t.k, Tile::Bk), tensor_map(t.v, Tile::Bk),
-                 tensor_map(t.dO, Tile::Bq));
+    launch<true>(hopper_backward_kernel<Tile>, attention_grid(a, ceil_div(a.Tk, Tile::Bk)),
+                 Tile::threads, Tile::bytes, a, w, tensor_map(t.q, Tile::Bq),
+                 tensor_map(t.k, Tile::Bk), tensor_map(t.v, Tile::Bk), tensor_map(t.dO, Tile::Bq));
     backward_end<Tile::D>(a, w);
 }
 static void backward(const AttentionTensors& t) {
@@ -902,7 +1010,8 @@ static void backward(const AttentionTensors& t) {
     }
 }
 static bool takes(DType t, int64_t D) {
-    static const bool runs_here = compiled_for(hopper_forward_kernel<HopperForward<64, 3, 32, 160>>) == 90;
+    static const bool runs_here =
+        compiled_for(hopper_forward_kernel<HopperForward<64, 3, 32, 160>>) == 90;
     return t == BF16 && flash_head_size(D) && runs_here;
 }
 static const AddRow<AttentionImpl> row({"hopper", CUDA, 60, takes, nullptr, forward, backward});

@@ -1,14 +1,15 @@
 // fast/flash_mma.cu: FlashAttention-2 on tensor cores, forward and backward, in bf16.
 //
-// What changed against flash_v1 (attention.cu), and why it is faster: mma.sync multiplies 16x16 by 16x8 matrices of
-// 16-bit numbers with fp32 sums, ldmatrix hands them to the lanes of a warp in the layout that it wants, and cp.async
-// copies tiles to shared memory while others are computed on. What it costs: S, P and dS are rounded to 16 bits where
-// they enter a product, and the cards before the A100 (sm_80) cannot run it.
+// What changed against flash_v1 (attention.cu), and why it is faster: mma.sync multiplies 16x16 by
+// 16x8 matrices of 16-bit numbers with fp32 sums, ldmatrix hands them to the lanes of a warp in the
+// layout that it wants, and cp.async copies tiles to shared memory while others are computed on.
+// What it costs: S, P and dS are rounded to 16 bits where they enter a product, and the cards
+// before the A100 (sm_80) cannot run it.
 #include "flash.h"
 
 #ifdef __CUDACC__
-// Four 8x8 matrices of 16-bit elements: lane l gives the address of row l%8 of matrix l/8 and receives two neighbouring
-// elements of row l/4 of each (of column l/4 with trans).
+// Four 8x8 matrices of 16-bit elements: lane l gives the address of row l%8 of matrix l/8 and
+// receives two neighbouring elements of row l/4 of each (of column l/4 with trans).
 DEVICE void ldmatrix_x4(uint32_t (&r)[4], const void* smem) {
     uint32_t at = (uint32_t)__cvta_generic_to_shared(smem);
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -23,47 +24,55 @@ DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], const void* smem) {
                  : "r"(at)
                  : "memory");
 }
-// Where a lane points ldmatrix_x4 to in a 16x16 block of shared memory. The four 8x8 matrices come in the order down,
-// right, for an A operand [m][k], and transposed for a B operand [k][n]; or right, down, for a B operand [n][k], and
-// transposed for an A operand [k][m].
+// Where a lane points ldmatrix_x4 to in a 16x16 block of shared memory. The four 8x8 matrices come
+// in the order down, right, for an A operand [m][k], and transposed for a B operand [k][n]; or
+// right, down, for a B operand [n][k], and transposed for an A operand [k][m].
 DEVICE int down_right(int lane, int row) { return lane % 16 * row + lane / 16 * 8; }
-DEVICE int right_down(int lane, int row) { return (lane % 8 + lane / 16 * 8) * row + lane / 8 % 2 * 8; }
-// d[16x8] += a[16x16] b[16x8], fp32 accumulation. Lane l holds d rows l/4 and l/4+8, columns 2(l%4) and +1.
+DEVICE int right_down(int lane, int row) {
+    return (lane % 8 + lane / 16 * 8) * row + lane / 8 % 2 * 8;
+}
+// d[16x8] += a[16x16] b[16x8], fp32 accumulation. Lane l holds d rows l/4 and l/4+8, columns 2(l%4)
+// and +1.
 DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Forward. A block owns Bq queries and streams tiles of Bk keys and values past them. S and P live in registers only:
-// what a lane holds of S after step 1, the result of an mma, is laid out as the A operand that step 5 needs, so P takes
-// no way through shared memory or other lanes.
+// -------------------------------------------------------------------------------------------------
+// Forward. A block owns Bq queries and streams tiles of Bk keys and values past them. S and P live
+// in registers only: what a lane holds of S after step 1, the result of an mma, is laid out as the
+// A operand that step 5 needs, so P takes no way through shared memory or other lanes.
 //
-// Tensor cores and the exponential unit are separate. To keep both busy, step 1 of tile j + 1 is mixed with steps 3 to
-// 5 of tile j, in groups of keys. The exponentials of a group free its registers of S for the next tile's. K is
-// therefore loaded one tile ahead of V.
+// Tensor cores and the exponential unit are separate. To keep both busy, step 1 of tile j + 1 is
+// mixed with steps 3 to 5 of tile j, in groups of keys. The exponentials of a group free its
+// registers of S for the next tile's. K is therefore loaded one tile ahead of V.
 //
-// The hardware's exponential is exp2: with c = scale log2(e), exp(scale (s - m)) is exp2(c s - c m), one multiply-add
-// and one ex2. m is kept times c.
+// The hardware's exponential is exp2: with c = scale log2(e), exp(scale (s - m)) is exp2(c s - c
+// m), one multiply-add and one ex2. m is kept times c.
 //
-// Step 2 is lazy: see SLACK. A vote over the warp asks whether it is due. Mostly it is not, which saves the exchange of
-// maxima between lanes and the scaling of O.
+// Step 2 is lazy: see SLACK. A vote over the warp asks whether it is due. Mostly it is not, which
+// saves the exchange of maxima between lanes and the scaling of O.
 
 // A warp owns Bq/WARPS queries; rather 32 than 16, because every warp reads all of K and V from
 // shared memory, and with 16 that takes longer than the products.
 template <int HEAD, int QUERIES, int KEYS, int GROUP, int WARPS, bool KEEP_Q, int BLOCKS>
 struct ForwardTile {
     static constexpr int D = HEAD, Bq = QUERIES, Bk = KEYS, group = GROUP, threads = WARPS * WARP;
-    static constexpr int blocks = BLOCKS;              // that should share an SM: bounds the registers
-    static constexpr bool keep_q = KEEP_Q;             // in registers; else read again for every group
+    // that should share an SM: bounds the registers
+    static constexpr int blocks = BLOCKS;
+    // in registers; else read again for every group
+    static constexpr bool keep_q = KEEP_Q;
     static constexpr int fragments = Bq / WARPS / 16;  // of 16 queries, that a warp owns
     using Scores = float[fragments][Bk / 8][4];        // a warp's part of S
-    static constexpr int row = D + 8;  // padded by 16 bytes: 8 rows at one column lie in 8 different bank groups
+    // padded by 16 bytes: 8 rows at one column lie in 8 different bank groups
+    static constexpr int row = D + 8;
     static constexpr int stage = 2 * Bk * row;  // elements; there are two
     static constexpr size_t bytes = (Bq * row + 2 * stage) * 2;
-    static_assert(D % 16 == 0 && group % 16 == 0 && Bk % group == 0 && fragments >= 1 && Bq == fragments * 16 * WARPS);
+    static_assert(D % 16 == 0 && group % 16 == 0 && Bk % group == 0 && fragments >= 1 &&
+                  Bq == fragments * 16 * WARPS);
     static_assert(Bq * row_threads(D) % threads == 0 && Bk * row_threads(D) % threads == 0);
     static_assert(bytes <= 99 << 10, "what a block can have on every device from sm_80 on");
 };
@@ -72,11 +81,13 @@ struct ForwardTile {
 template <class Tile>
 struct ForwardRows {
     float o[Tile::fragments][Tile::D / 8][4];
-    float m[Tile::fragments][2], l[Tile::fragments][2];  // the four lanes of a row: m is the same, l each one's share
+    // the four lanes of a row: m is the same, l each one's share
+    float m[Tile::fragments][2], l[Tile::fragments][2];
 };
 
-// ROWS rows of D elements to shared memory; those from `valid` on are zeros, whatever lies there in memory. A thread
-// stays in one column of 8 elements; at D = 80 the last 6 of 16 have nothing to do.
+// ROWS rows of D elements to shared memory; those from `valid` on are zeros, whatever lies there in
+// memory. A thread stays in one column of 8 elements; at D = 80 the last 6 of 16 have nothing to
+// do.
 template <class Tile, int ROWS>
 DEVICE void load_rows(bf16* to, const bf16* from, int stride, int valid) {
     constexpr int columns = row_threads(Tile::D), step = Tile::threads / columns;
@@ -90,19 +101,24 @@ DEVICE void load_rows(bf16* to, const bf16* from, int stride, int valid) {
     }
 }
 
-// Step 1 for a warp's queries and the keys of group g of a tile. at_q and at_k are this lane's rows.
+// Step 1 for a warp's queries and the keys of group g of a tile. at_q and at_k are this lane's
+// rows.
 template <class Tile, int KEPT>
-DEVICE void scores(typename Tile::Scores& s, uint32_t (&q)[KEPT][Tile::fragments][4], const bf16* at_q,
-                   const bf16* at_k, int g) {
+DEVICE void scores(typename Tile::Scores& s, uint32_t (&q)[KEPT][Tile::fragments][4],
+                   const bf16* at_q, const bf16* at_k, int g) {
     constexpr int N = Tile::group / 16;
     for (int f = 0; f < Tile::fragments; f++) {
-        for (int n = g * 2 * N; n < (g + 1) * 2 * N; n++) { s[f][n][0] = s[f][n][1] = s[f][n][2] = s[f][n][3] = 0; }
+        for (int n = g * 2 * N; n < (g + 1) * 2 * N; n++) {
+            s[f][n][0] = s[f][n][1] = s[f][n][2] = s[f][n][3] = 0;
+        }
     }
 #pragma unroll
     for (int k = 0; k < Tile::D / 16; k++) {
         uint32_t(&own)[Tile::fragments][4] = q[Tile::keep_q ? k : 0];
         if (!Tile::keep_q) {
-            for (int f = 0; f < Tile::fragments; f++) { ldmatrix_x4(own[f], at_q + f * 16 * Tile::row + k * 16); }
+            for (int f = 0; f < Tile::fragments; f++) {
+                ldmatrix_x4(own[f], at_q + f * 16 * Tile::row + k * 16);
+            }
         }
         for (int n = g * N; n < (g + 1) * N; n++) {
             uint32_t b[4];
@@ -115,8 +131,9 @@ DEVICE void scores(typename Tile::Scores& s, uint32_t (&q)[KEPT][Tile::fragments
     }
 }
 
-// Keys that a query may not see, and those beyond Tk, get the score -inf. (The masks of this file are keys_seen(),
-// written out: by its calls the forward has more instructions, and the backward spills registers.)
+// Keys that a query may not see, and those beyond Tk, get the score -inf. (The masks of this file
+// are keys_seen(), written out: by its calls the forward has more instructions, and the backward
+// spills registers.)
 template <class Tile>
 DEVICE void mask(typename Tile::Scores& s, const AttentionArgs& a, int query, int key) {
     for (int f = 0; f < Tile::fragments; f++) {
@@ -130,9 +147,9 @@ DEVICE void mask(typename Tile::Scores& s, const AttentionArgs& a, int query, in
     }
 }
 
-// Step 2 where it is due, and what of steps 3 to 5 multiplies by shrink. It starts with m = -inf, so the first tile
-// always is due. That tile shows key 0 to every query, so m is finite from there on, and step 3 never subtracts
-// infinities.
+// Step 2 where it is due, and what of steps 3 to 5 multiplies by shrink. It starts with m = -inf,
+// so the first tile always is due. That tile shows key 0 to every query, so m is finite from there
+// on, and step 3 never subtracts infinities.
 template <class Tile>
 DEVICE void raise_maximum(ForwardRows<Tile>& rows, const typename Tile::Scores& s, float c) {
     float top[Tile::fragments][2];
@@ -140,7 +157,9 @@ DEVICE void raise_maximum(ForwardRows<Tile>& rows, const typename Tile::Scores& 
     for (int f = 0; f < Tile::fragments; f++) {
         for (int h = 0; h < 2; h++) {
             float x = s[f][0][2 * h];
-            for (int n = 0; n < Tile::Bk / 8; n++) { x = fmaxf(x, fmaxf(s[f][n][2 * h], s[f][n][2 * h + 1])); }
+            for (int n = 0; n < Tile::Bk / 8; n++) {
+                x = fmaxf(x, fmaxf(s[f][n][2 * h], s[f][n][2 * h + 1]));
+            }
             top[f][h] = x * c;
             due |= top[f][h] > rows.m[f][h] + SLACK;
         }
@@ -164,14 +183,17 @@ DEVICE void raise_maximum(ForwardRows<Tile>& rows, const typename Tile::Scores& 
 
 // Steps 3 to 5 for the keys of group g: P, and what it adds to l and O.
 template <class Tile>
-DEVICE void add_values(ForwardRows<Tile>& rows, const typename Tile::Scores& s, const bf16* at_v, float c, int g) {
+DEVICE void add_values(ForwardRows<Tile>& rows, const typename Tile::Scores& s, const bf16* at_v,
+                       float c, int g) {
     uint32_t p[Tile::group / 16][Tile::fragments][4];
     for (int k = 0; k < Tile::group / 16; k++) {
         for (int f = 0; f < Tile::fragments; f++) {
-            for (int e = 0; e < 4; e++) {  // row lane/4 + 8h, keys 2(lane%4) + 8(e/2) and the next one
+            // row lane/4 + 8h, keys 2(lane%4) + 8(e/2) and the next one
+            for (int e = 0; e < 4; e++) {
                 int h = e % 2;
                 const float* x = &s[f][g * Tile::group / 8 + 2 * k + e / 2][2 * h];
-                float low = exp2_approx(x[0] * c - rows.m[f][h]), high = exp2_approx(x[1] * c - rows.m[f][h]);
+                float low = exp2_approx(x[0] * c - rows.m[f][h]),
+                      high = exp2_approx(x[1] * c - rows.m[f][h]);
                 rows.l[f][h] += low + high;
                 p[k][f][e] = pack(low, high);
             }
@@ -194,7 +216,8 @@ DEVICE void add_values(ForwardRows<Tile>& rows, const typename Tile::Scores& s, 
 template <class Tile>
 DEVICE void store_output(ForwardRows<Tile>& rows, const AttentionArgs& a, bf16* smem, int query) {
     int lane = threadIdx.x % WARP, z = blockIdx.z;
-    asm volatile("" : "+r"(z));  // so that the head is computed again: kept from the start it would be spilled
+    // so that the head is computed again: kept from the start it would be spilled
+    asm volatile("" : "+r"(z));
     int bh = head_of_block(z);
     __syncwarp();  // the other lanes may still read Q
     for (int f = 0; f < Tile::fragments; f++) {
@@ -218,28 +241,34 @@ DEVICE void store_output(ForwardRows<Tile>& rows, const AttentionArgs& a, bf16* 
     constexpr int chunks = Tile::D / 8;
     for (int c = lane; c < Tile::fragments * 16 * chunks; c += WARP) {
         int r = c / chunks, d = c % chunks * 8;
-        if (query + r < a.Tq) { *(uint4*)(o + (query + r) * a.o.row + d) = *(const uint4*)(smem + r * Tile::row + d); }
+        if (query + r < a.Tq) {
+            *(uint4*)(o + (query + r) * a.o.row + d) = *(const uint4*)(smem + r * Tile::row + d);
+        }
     }
 }
 
-// A block's tile of queries is counted from the END: causal tiles grow with their queries, and the longest come first.
+// A block's tile of queries is counted from the END: causal tiles grow with their queries, and the
+// longest come first.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_kernel(AttentionArgs a) {
+__global__ void __launch_bounds__(Tile::threads, Tile::blocks)
+    flash_forward_kernel(AttentionArgs a) {
 #ifdef HAS_CP_ASYNC
     extern __shared__ __align__(16) char shared[];
     constexpr int Bq = Tile::Bq, Bk = Tile::Bk, row = Tile::row, groups = Bk / Tile::group;
     int bh = head_of_block(), b = bh / a.H, h = bh % a.H;
     int lane = threadIdx.x % WARP, warp_row = threadIdx.x / WARP * Tile::fragments * 16;
-    int q0 = (gridDim.y - 1 - blockIdx.y) * Bq, query = q0 + warp_row;  // first of the block, and of the warp
+    // first of the block, and of the warp
+    int q0 = (gridDim.y - 1 - blockIdx.y) * Bq, query = q0 + warp_row;
     const bf16* q = head_of<const bf16>(a.q, b, h) + q0 * a.q.row;
     const bf16 *k = head_of<const bf16>(a.k, b, h), *v = head_of<const bf16>(a.v, b, h);
     bf16 *smem_q = (bf16*)shared, *smem_kv = smem_q + Bq * row;
-    int at_row = down_right(lane, row), at_key = right_down(lane, row);  // in Q, and V transposed; in K
+    // in Q, and V transposed; in K
+    int at_row = down_right(lane, row), at_key = right_down(lane, row);
     const bf16* at_q = smem_q + warp_row * row + at_row;
     float c = a.scale * LOG2_E;
 
-    // Tiles of keys that some query of the block sees, and those that all see whole. The last one does not count among
-    // these: it has no next.
+    // Tiles of keys that some query of the block sees, and those that all see whole. The last one
+    // does not count among these: it has no next.
     int k_tiles = ((a.causal ? min(q0 + Bq, a.Tk) : a.Tk) + Bk - 1) / Bk;
     int whole_tiles = min((a.causal ? min(q0 + 1, a.Tk) : a.Tk) / Bk, k_tiles - 1);
 
@@ -254,8 +283,8 @@ __global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_ker
         load_rows<Tile, Bk>(to, v + j * Bk * a.v.row, (int)a.v.row, a.Tk - j * Bk);
         cp_async_commit();
     };
-    // Waits for stage j. Behind the barrier all warps' copies for it are there, and no warp still reads stage j - 1,
-    // into whose place j + 1 is copied while j is computed.
+    // Waits for stage j. Behind the barrier all warps' copies for it are there, and no warp still
+    // reads stage j - 1, into whose place j + 1 is copied while j is computed.
     auto next_stage = [&](int j) {
         cp_async_wait<0>();
         __syncthreads();
@@ -274,11 +303,15 @@ __global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_ker
     uint32_t q_fragments[Tile::keep_q ? Tile::D / 16 : 1][Tile::fragments][4];
     if (Tile::keep_q) {
         for (int d = 0; d < Tile::D / 16; d++) {
-            for (int f = 0; f < Tile::fragments; f++) { ldmatrix_x4(q_fragments[d][f], at_q + f * 16 * row + d * 16); }
+            for (int f = 0; f < Tile::fragments; f++) {
+                ldmatrix_x4(q_fragments[d][f], at_q + f * 16 * row + d * 16);
+            }
         }
     }
     typename Tile::Scores s;
-    for (int g = 0; g < groups; g++) { scores<Tile>(s, q_fragments, at_q, smem_kv + Tile::stage + at_key, g); }
+    for (int g = 0; g < groups; g++) {
+        scores<Tile>(s, q_fragments, at_q, smem_kv + Tile::stage + at_key, g);
+    }
 
     int j = 0;
 #pragma unroll 1
@@ -291,8 +324,10 @@ __global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_ker
             scores<Tile>(s, q_fragments, at_q, kv + at_key, g);
         }
     }
-    // The diagonal and the end of the keys. Tiles that no query of this warp sees are skipped, but not their barriers.
-    int warp_tiles = a.causal ? min(k_tiles, (query + Tile::fragments * 16 + Bk - 1) / Bk) : k_tiles;
+    // The diagonal and the end of the keys. Tiles that no query of this warp sees are skipped, but
+    // not their barriers.
+    int warp_tiles =
+        a.causal ? min(k_tiles, (query + Tile::fragments * 16 + Bk - 1) / Bk) : k_tiles;
 #pragma unroll 1
     for (; j < k_tiles; j++) {
         const bf16* kv = next_stage(j);
@@ -310,12 +345,13 @@ __global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_ker
 
 template <class Tile>
 static void launch_forward(const AttentionArgs& a) {
-    launch(flash_forward_kernel<Tile>, attention_grid(a, ceil_div(a.Tq, Tile::Bq), Tile::blocks), Tile::threads,
-           Tile::bytes, a);
+    launch(flash_forward_kernel<Tile>, attention_grid(a, ceil_div(a.Tq, Tile::Bq), Tile::blocks),
+           Tile::threads, Tile::bytes, a);
 }
 
-// Where tiles of 128 queries do not give every SM two blocks, all blocks run at once, and the longest alone decides
-// when it is over. Smaller tiles then shorten it, though their 16 queries a warp cost more reads of shared memory.
+// Where tiles of 128 queries do not give every SM two blocks, all blocks run at once, and the
+// longest alone decides when it is over. Smaller tiles then shorten it, though their 16 queries a
+// warp cost more reads of shared memory.
 static void flash_forward_mma(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
     const bool small = (int64_t)a.B * a.H * ceil_div(a.Tq, 128) <= 2 * multiprocessors();
@@ -323,54 +359,74 @@ static void flash_forward_mma(const AttentionTensors& t) {
         small ? launch_forward<decltype(of_64)>(a) : launch_forward<decltype(of_128)>(a);
     };
     switch (t.q.dim(3)) {
-        // <D, Bq, Bk, group, warps, Q in registers, blocks an SM>, the fastest measured that do not spill
-        case 16: return run(ForwardTile<16, 128, 64, 32, 4, true, 3>(), ForwardTile<16, 64, 64, 16, 4, true, 4>());
-        case 32: return run(ForwardTile<32, 128, 32, 32, 4, true, 3>(), ForwardTile<32, 64, 64, 16, 4, true, 4>());
-        case 64: return run(ForwardTile<64, 128, 64, 16, 4, true, 2>(), ForwardTile<64, 64, 64, 16, 4, true, 3>());
-        case 80: return run(ForwardTile<80, 128, 32, 16, 4, true, 2>(), ForwardTile<80, 64, 32, 16, 4, true, 3>());
-        default: return run(ForwardTile<128, 128, 32, 32, 4, false, 2>(), ForwardTile<128, 64, 32, 16, 4, true, 2>());
+        // <D, Bq, Bk, group, warps, Q in registers, blocks an SM>, the fastest measured that do not
+        // spill
+        case 16:
+            return run(ForwardTile<16, 128, 64, 32, 4, true, 3>(),
+                       ForwardTile<16, 64, 64, 16, 4, true, 4>());
+        case 32:
+            return run(ForwardTile<32, 128, 32, 32, 4, true, 3>(),
+                       ForwardTile<32, 64, 64, 16, 4, true, 4>());
+        case 64:
+            return run(ForwardTile<64, 128, 64, 16, 4, true, 2>(),
+                       ForwardTile<64, 64, 64, 16, 4, true, 3>());
+        case 80:
+            return run(ForwardTile<80, 128, 32, 16, 4, true, 2>(),
+                       ForwardTile<80, 64, 32, 16, 4, true, 3>());
+        default:
+            return run(ForwardTile<128, 128, 32, 32, 4, false, 2>(),
+                       ForwardTile<128, 64, 32, 16, 4, true, 2>());
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Backward: the main kernel, between fast/flash.h's `before` and `after`.
 //
-// Scores are transposed, a row being a key: S^T = K Q^T, dP^T = V dO^T. The transposes are the point: what a warp holds
-// of P^T and dS^T after their product (16 keys, 16 queries) is laid out as the A operand of steps 9 and 13, so P and dS
-// reach dV and dK without leaving registers. Only step 12 sums over the keys of all warps, and takes dS through shared
-// memory.
+// Scores are transposed, a row being a key: S^T = K Q^T, dP^T = V dO^T. The transposes are the
+// point: what a warp holds of P^T and dS^T after their product (16 keys, 16 queries) is laid out as
+// the A operand of steps 9 and 13, so P and dS reach dV and dK without leaving registers. Only step
+// 12 sums over the keys of all warps, and takes dS through shared memory.
 //
 // OWN rows, keys, stay; tiles of STREAMED rows of the other side pass, double-buffered, and are
-// taken STEP rows at a time. A warp owns 16 or 32 rows: with 32 each ldmatrix of the streamed side feeds twice as many
-// products, and shared memory is what bounds these kernels. dV and dK of 32 rows are 128 floats a lane at D = 64; for D
-// = 128, where that many do not fit into its registers, a warp owns 16.
+// taken STEP rows at a time. A warp owns 16 or 32 rows: with 32 each ldmatrix of the streamed side
+// feeds twice as many products, and shared memory is what bounds these kernels. dV and dK of 32
+// rows are 128 floats a lane at D = 64; for D = 128, where that many do not fit into its registers,
+// a warp owns 16.
 template <int HEAD, int OWN, int STREAMED, int STEP, int WARPS, int BLOCKS, int DQ_COLUMNS>
 struct BackwardTile {
-    static constexpr int D = HEAD, own = OWN, streamed = STREAMED, step = STEP, warps = WARPS, threads = WARPS * WARP;
+    static constexpr int D = HEAD, own = OWN, streamed = STREAMED, step = STEP, warps = WARPS,
+                         threads = WARPS * WARP;
     static constexpr int blocks = BLOCKS;  // that should share an SM: bounds the registers
     // A warp's part of S^T: own_fragments x step_fragments blocks of 16x8.
     static constexpr int own_fragments = OWN / WARPS / 16, step_fragments = STEP / 8;
     using Scores = float[own_fragments][step_fragments][4];
     using Sums = float[own_fragments][D / 8][4];  // of dV or dK
     using Operand = uint32_t[own_fragments][4];   // 16 columns of Scores as a product's A
-    static constexpr int row = D + 8;  // padded by 16 bytes: 8 rows at one column lie in 8 different bank groups
-    static constexpr int ds_row = STREAMED + 8;         // dS^T: [key][query]
-    static constexpr int dq_columns = DQ_COLUMNS;       // step 12: the warps' grid over dQ is dq_rows x dq_columns,
-    static constexpr int dq_rows = WARPS / DQ_COLUMNS;  // and each has dq_row_blocks x dq_column_blocks blocks of 16x16
+    // padded by 16 bytes: 8 rows at one column lie in 8 different bank groups
+    static constexpr int row = D + 8;
+    static constexpr int ds_row = STREAMED + 8;  // dS^T: [key][query]
+    // step 12: the warps' grid over dQ is dq_rows x dq_columns,
+    static constexpr int dq_columns = DQ_COLUMNS;
+    // and each has dq_row_blocks x dq_column_blocks blocks of 16x16
+    static constexpr int dq_rows = WARPS / DQ_COLUMNS;
     static constexpr int dq_row_blocks = STREAMED / 16 / dq_rows,
                          dq_column_blocks = (D / 16 + DQ_COLUMNS - 1) / DQ_COLUMNS;
-    // How far sums are unrolled, of S and dP over D and of dQ over the keys: as far as registers last, without spills.
+    // How far sums are unrolled, of S and dP over D and of dQ over the keys: as far as registers
+    // last, without spills.
     static constexpr int k_unroll = D >= 64 ? 1 : 2, dq_unroll = D > 64 ? 2 : 4;
-    static constexpr size_t bytes = 2 * OWN * row * 2 + 2 * 2 * STREAMED * row * 2 + OWN * ds_row * 2 +
+    static constexpr size_t bytes = 2 * OWN * row * 2 + 2 * 2 * STREAMED * row * 2 +
+                                    OWN * ds_row * 2 +
                                     2 * STREAMED * sizeof(float2);  // shared memory
-    static_assert(D % 16 == 0 && own_fragments >= 1 && OWN == own_fragments * 16 * WARPS && STREAMED % STEP == 0 &&
-                  STEP % 16 == 0);
-    static_assert(OWN % STREAMED == 0 && BACKWARD_PAD % STREAMED == 0 && dq_rows * dq_columns == WARPS &&
-                  dq_row_blocks >= 1 && dq_row_blocks * 16 * dq_rows == STREAMED);
+    static_assert(D % 16 == 0 && own_fragments >= 1 && OWN == own_fragments * 16 * WARPS &&
+                  STREAMED % STEP == 0 && STEP % 16 == 0);
+    static_assert(OWN % STREAMED == 0 && BACKWARD_PAD % STREAMED == 0 &&
+                  dq_rows * dq_columns == WARPS && dq_row_blocks >= 1 &&
+                  dq_row_blocks * 16 * dq_rows == STREAMED);
 };
 
-// Rows [first, first + ROWS) of x to shared memory, asynchronously; zeros for those from `rows` on. (With one load_rows
-// for both passes, of this form the forward spills registers, of its form the backward has more instructions.)
+// Rows [first, first + ROWS) of x to shared memory, asynchronously; zeros for those from `rows` on.
+// (With one load_rows for both passes, of this form the forward spills registers, of its form the
+// backward has more instructions.)
 template <class Tile, int ROWS>
 DEVICE void load_rows(bf16* to, const bf16* x, int64_t stride, int first, int rows) {
     constexpr int across = row_threads(Tile::D), down = Tile::threads / across;
@@ -380,7 +436,8 @@ DEVICE void load_rows(bf16* to, const bf16* x, int64_t stride, int first, int ro
     to += r * Tile::row + d;
     // Addresses advance by constants: this runs before each tile's first product.
     for (int i = 0; i < ROWS; i += down) {
-        cp_async_16(to + i * Tile::row, from, i < left);  // of a row that does not exist nothing is read
+        // of a row that does not exist nothing is read
+        cp_async_16(to + i * Tile::row, from, i < left);
         from += down * stride;
     }
 }
@@ -405,7 +462,8 @@ DEVICE void multiply(typename Tile::Scores& c, const bf16* own, const bf16* rows
 }
 // sum[owned rows, D] += p[owned rows, 16] rows, for 16 streamed rows.
 template <class Tile>
-DEVICE void accumulate(typename Tile::Sums& sum, const typename Tile::Operand& p, const bf16* rows, int lane) {
+DEVICE void accumulate(typename Tile::Sums& sum, const typename Tile::Operand& p, const bf16* rows,
+                       int lane) {
 #pragma unroll
     for (int n = 0; n < Tile::D / 8; n += 2) {
         uint32_t b[4];
@@ -416,16 +474,20 @@ DEVICE void accumulate(typename Tile::Sums& sum, const typename Tile::Operand& p
         }
     }
 }
-// Rounded, the accumulators n and n+1 are the A operand of a product that sums over their 16 columns.
+// Rounded, the accumulators n and n+1 are the A operand of a product that sums over their 16
+// columns.
 template <class Tile>
 DEVICE void pack_operand(typename Tile::Operand& p, const typename Tile::Scores& c, int n) {
     for (int m = 0; m < Tile::own_fragments; m++) {
-        for (int i = 0; i < 4; i++) { p[m][i] = pack(c[m][n + i / 2][i % 2 * 2], c[m][n + i / 2][i % 2 * 2 + 1]); }
+        for (int i = 0; i < 4; i++) {
+            p[m][i] = pack(c[m][n + i / 2][i % 2 * 2], c[m][n + i / 2][i % 2 * 2 + 1]);
+        }
     }
 }
 // The warp's sums, times factor, to the rows of x from `first` on that exist.
 template <class Tile>
-DEVICE void store_rows(bf16* x, int64_t stride, int first, int rows, typename Tile::Sums& sum, float factor, int lane) {
+DEVICE void store_rows(bf16* x, int64_t stride, int first, int rows, typename Tile::Sums& sum,
+                       float factor, int lane) {
     for (int m = 0; m < Tile::own_fragments; m++) {
         for (int half = 0; half < 2; half++) {
             int r = first + 16 * m + 8 * half + lane / 4;
@@ -440,17 +502,22 @@ DEVICE void store_rows(bf16* x, int64_t stride, int first, int rows, typename Ti
 
 // S^T of one step becomes P^T. stats: of the step's queries.
 template <class Tile, bool MASKED>
-DEVICE void exponentiate(typename Tile::Scores& s, const AttentionArgs& a, int key, int query, const float2* stats,
-                         int lane) {
+DEVICE void exponentiate(typename Tile::Scores& s, const AttentionArgs& a, int key, int query,
+                         const float2* stats, int lane) {
     float factor = a.scale * LOG2_E;
-    for (int n = 0; n < Tile::step_fragments; n++) {  // a lane's columns: the queries 8n + 2(lane%4) and the next one
+    // a lane's columns: the queries 8n + 2(lane%4) and the next one
+    for (int n = 0; n < Tile::step_fragments; n++) {
         float4 two = *(const float4*)(stats + 8 * n + lane % 4 * 2);
         for (int m = 0; m < Tile::own_fragments; m++) {
             for (int i = 0; i < 4; i++) {
-                int at_key = key + 16 * m + 8 * (i / 2) + lane / 4, at_query = query + 8 * n + lane % 4 * 2 + i % 2;
+                int at_key = key + 16 * m + 8 * (i / 2) + lane / 4,
+                    at_query = query + 8 * n + lane % 4 * 2 + i % 2;
                 float x = s[m][n][i] * factor - (i % 2 ? two.y : two.x);
-                // Keys beyond Tk have S = 0, and exp(-L) may be inf: zero rows of K alone do not take them out.
-                if (MASKED && (at_key >= a.Tk || (a.causal && at_key > at_query))) { x = -INFINITY; }
+                // Keys beyond Tk have S = 0, and exp(-L) may be inf: zero rows of K alone do not
+                // take them out.
+                if (MASKED && (at_key >= a.Tk || (a.causal && at_key > at_query))) {
+                    x = -INFINITY;
+                }
                 s[m][n][i] = exp2_approx(x);
             }
         }
@@ -458,10 +525,13 @@ DEVICE void exponentiate(typename Tile::Scores& s, const AttentionArgs& a, int k
 }
 // dP^T - D of one step.
 template <class Tile>
-DEVICE void multiply_dp(typename Tile::Scores& dp, const bf16* v, const bf16* dO, const float2* stats, int lane) {
+DEVICE void multiply_dp(typename Tile::Scores& dp, const bf16* v, const bf16* dO,
+                        const float2* stats, int lane) {
     for (int n = 0; n < Tile::step_fragments; n++) {
         float4 two = *(const float4*)(stats + 8 * n + lane % 4 * 2);
-        for (int i = 0; i < Tile::own_fragments * 4; i++) { dp[i / 4][n][i % 4] = i % 2 ? -two.w : -two.z; }
+        for (int i = 0; i < Tile::own_fragments * 4; i++) {
+            dp[i / 4][n][i % 4] = i % 2 ? -two.w : -two.z;
+        }
     }
     multiply<Tile>(dp, v, dO, lane);
 }
@@ -470,17 +540,18 @@ template <class Tile>
 DEVICE void store_ds(bf16* ds, const typename Tile::Operand& p, int lane) {
     for (int m = 0; m < Tile::own_fragments; m++) {
         for (int i = 0; i < 4; i++) {
-            bf16* to = ds + (16 * m + i % 2 * 8 + lane / 4) * Tile::ds_row + i / 2 * 8 + lane % 4 * 2;
+            bf16* to =
+                ds + (16 * m + i % 2 * 8 + lane / 4) * Tile::ds_row + i / 2 * 8 + lane % 4 * 2;
             *(uint32_t*)to = p[m][i];
         }
     }
 }
-// Steps 8 to 11 and 13 for Tile::step queries, by one warp. key: the warp's first; k, v: its rows of K and V; q, dO,
-// stats: the queries'; ds: where dS^T goes.
+// Steps 8 to 11 and 13 for Tile::step queries, by one warp. key: the warp's first; k, v: its rows
+// of K and V; q, dO, stats: the queries'; ds: where dS^T goes.
 template <class Tile, bool MASKED>
-DEVICE void step_queries(const AttentionArgs& a, int key, int query, const bf16* k, const bf16* v, const bf16* q,
-                         const bf16* dO, const float2* stats, bf16* ds, int lane, typename Tile::Sums& dk,
-                         typename Tile::Sums& dv) {
+DEVICE void step_queries(const AttentionArgs& a, int key, int query, const bf16* k, const bf16* v,
+                         const bf16* q, const bf16* dO, const float2* stats, bf16* ds, int lane,
+                         typename Tile::Sums& dk, typename Tile::Sums& dv) {
     typename Tile::Scores s = {}, dp;
     multiply<Tile>(s, k, q, lane);  // step 8
     exponentiate<Tile, MASKED>(s, a, key, query, stats, lane);
@@ -503,13 +574,15 @@ DEVICE void step_queries(const AttentionArgs& a, int key, int query, const bf16*
 // Step 12 for one tile of queries: dS K [Bq,D], added to the workspace at `row` of all heads' rows.
 template <class Tile>
 DEVICE void backward_add_dq(float* dq, int row, const bf16* ds, const bf16* k, int warp, int lane) {
-    int row_block = warp / Tile::dq_columns * Tile::dq_row_blocks, column_block = warp % Tile::dq_columns;
+    int row_block = warp / Tile::dq_columns * Tile::dq_row_blocks,
+        column_block = warp % Tile::dq_columns;
     float sum[Tile::dq_row_blocks][Tile::dq_column_blocks][2][4] = {};
 #pragma unroll(Tile::dq_unroll)
     for (int key = 0; key < Tile::own; key += 16) {
         uint32_t f[Tile::dq_row_blocks][4];
         for (int m = 0; m < Tile::dq_row_blocks; m++) {
-            ldmatrix_x4_trans(f[m], ds + key * Tile::ds_row + 16 * (row_block + m) + right_down(lane, Tile::ds_row));
+            ldmatrix_x4_trans(f[m], ds + key * Tile::ds_row + 16 * (row_block + m) +
+                                        right_down(lane, Tile::ds_row));
         }
         for (int n = 0; n < Tile::dq_column_blocks; n++) {
             int column = column_block + n * Tile::dq_columns;
@@ -526,7 +599,8 @@ DEVICE void backward_add_dq(float* dq, int row, const bf16* ds, const bf16* k, i
         for (int n = 0; n < Tile::dq_column_blocks; n++) {
             int column = column_block + n * Tile::dq_columns;
             if (column >= Tile::D / 16) { continue; }
-            float* block = dq + ((int64_t)(row / 16 + row_block + m) * (Tile::D / 8) + 2 * column) * 128;
+            float* block =
+                dq + ((int64_t)(row / 16 + row_block + m) * (Tile::D / 8) + 2 * column) * 128;
             add_dq(block, lane, sum[m][n][0]);
             add_dq(block + 128, lane, sum[m][n][1]);
         }
@@ -534,12 +608,13 @@ DEVICE void backward_add_dq(float* dq, int row, const bf16* ds, const bf16* k, i
 }
 
 template <class Tile>
-__global__ __launch_bounds__(Tile::threads, Tile::blocks) void backward_main(AttentionArgs a, BackwardWorkspace w) {
+__global__ __launch_bounds__(Tile::threads, Tile::blocks) void backward_main(AttentionArgs a,
+                                                                             BackwardWorkspace w) {
 #ifdef HAS_CP_ASYNC
     constexpr int Bk = Tile::own, Bq = Tile::streamed, tile_size = Bq * Tile::row;
     extern __shared__ __align__(16) char shared[];
-    bf16 *k = (bf16*)shared, *v = k + Bk * Tile::row, *q = v + Bk * Tile::row, *dO = q + 2 * tile_size,
-         *ds = dO + 2 * tile_size;
+    bf16 *k = (bf16*)shared, *v = k + Bk * Tile::row, *q = v + Bk * Tile::row,
+         *dO = q + 2 * tile_size, *ds = dO + 2 * tile_size;
     float2* stats = (float2*)(ds + Bk * Tile::ds_row);
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, own = warp * Tile::own_fragments * 16;
     // Causal: the first keys are seen by the most queries, so they start first.
@@ -555,7 +630,8 @@ __global__ __launch_bounds__(Tile::threads, Tile::blocks) void backward_main(Att
         load_rows<Tile, Bq>(dO + i % 2 * tile_size, from_dO, a.dO.row, i * Bq, a.Tq);
         if (threadIdx.x < Bq / 2) {  // two queries are 16 bytes
             int two = threadIdx.x * 2;
-            cp_async_16(stats + i % 2 * Bq + two, (const float2*)w.stats + (row + i * Bq + two), true);
+            cp_async_16(stats + i % 2 * Bq + two, (const float2*)w.stats + (row + i * Bq + two),
+                        true);
         }
         cp_async_commit();
     };
@@ -568,15 +644,16 @@ __global__ __launch_bounds__(Tile::threads, Tile::blocks) void backward_main(Att
     auto step_tile = [&](int i, auto masked) {
         constexpr bool MASKED = decltype(masked)::value;
         cp_async_wait<0>();
-        __syncthreads();  // this tile is there, from every thread; and nobody reads the other buffers any more
+        // this tile is there, from every thread; and nobody reads the other buffers any more
+        __syncthreads();
         if (i + 1 < end) { load_tile(i + 1); }
         const bf16 *q_tile = q + i % 2 * tile_size, *dO_tile = dO + i % 2 * tile_size;
         const float2* stats_tile = stats + i % 2 * Bq;
 #pragma unroll 1
         for (int at = 0; at < Bq; at += Tile::step) {
-            step_queries<Tile, MASKED>(a, k0 + own, i * Bq + at, my_k, my_v, q_tile + at * Tile::row,
-                                       dO_tile + at * Tile::row, stats_tile + at, ds + own * Tile::ds_row + at, lane,
-                                       dk, dv);
+            step_queries<Tile, MASKED>(a, k0 + own, i * Bq + at, my_k, my_v,
+                                       q_tile + at * Tile::row, dO_tile + at * Tile::row,
+                                       stats_tile + at, ds + own * Tile::ds_row + at, lane, dk, dv);
         }
         __syncthreads();  // dS is there, from every warp
         backward_add_dq<Tile>(w.dq, row + i * Bq, ds, k, warp, lane);
@@ -602,8 +679,8 @@ static void launch_backward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
     Tensor memory;
     BackwardWorkspace w = backward_begin<Tile::D>(a, memory);
-    launch(backward_main<Tile>, attention_grid(a, ceil_div(a.Tk, Tile::own), Tile::blocks), Tile::threads, Tile::bytes,
-           a, w);
+    launch(backward_main<Tile>, attention_grid(a, ceil_div(a.Tk, Tile::own), Tile::blocks),
+           Tile::threads, Tile::bytes, a, w);
     backward_end<Tile::D>(a, w);
 }
 static void backward(const AttentionTensors& t) {
@@ -612,7 +689,8 @@ static void backward(const AttentionTensors& t) {
         case 32: return launch_backward<BackwardTile<32, 128, 64, 32, 4, 2, 1>>(t);
         case 64: return launch_backward<BackwardTile<64, 128, 64, 32, 4, 2, 2>>(t);
         case 80:
-            return launch_backward<BackwardTile<80, 128, 64, 16, 4, 2, 1>, BackwardTile<80, 128, 32, 16, 4, 1, 2>>(t);
+            return launch_backward<BackwardTile<80, 128, 64, 16, 4, 2, 1>,
+                                   BackwardTile<80, 128, 32, 16, 4, 1, 2>>(t);
         default: return launch_backward<BackwardTile<128, 64, 32, 16, 4, 1, 2>>(t);
     }
 }
@@ -620,5 +698,6 @@ static bool takes(DType t, int64_t D) {
     static const bool runs_here = compiled_for(backward_after<64>) >= 80;
     return t == BF16 && flash_head_size(D) && runs_here;
 }
-static const AddRow<AttentionImpl> row({"flash_mma", CUDA, 50, takes, nullptr, flash_forward_mma, backward});
+static const AddRow<AttentionImpl> row({"flash_mma", CUDA, 50, takes, nullptr, flash_forward_mma,
+                                        backward});
 #endif

@@ -1,14 +1,15 @@
 // fast/graphs.cu: a step's two passes as CUDA graphs, or a forward alone as one.
 //
-// A launch costs the CPU some 2 us and what leads to it more; a small model's kernels take less than that each. A graph
-// launches all its kernels at once and leaves shorter gaps between them. The first step of a kind is a rehearsal (see
-// StepPlaces), the second is captured, and from then on the same kernels run on the same buffers.
+// A launch costs the CPU some 2 us and what leads to it more; a small model's kernels take less
+// than that each. A graph launches all its kernels at once and leaves shorter gaps between them.
+// The first step of a kind is a rehearsal (see StepPlaces), the second is captured, and from then
+// on the same kernels run on the same buffers.
 #include "cs336.h"
 #include "lib/gpu.h"
 
-// A captured step's buffers lie in one block. A rehearsal, the same step with buffers from the pool, shows which buffer
-// is held from when to when; plan() then lays them into a block that is not much larger than what the step holds at
-// most.
+// A captured step's buffers lie in one block. A rehearsal, the same step with buffers from the
+// pool, shows which buffer is held from when to when; plan() then lays them into a block that is
+// not much larger than what the step holds at most.
 struct StepPlaces : Places {
     struct Place {
         size_t bytes, offset;
@@ -25,7 +26,8 @@ struct StepPlaces : Places {
             return places.size() - 1;
         }
         if (next == places.size() || places[next].bytes != bytes) {
-            fail("a step allocates otherwise than its rehearsal: %zu bytes as number %zu", bytes, next);
+            fail("a step allocates otherwise than its rehearsal: %zu bytes as number %zu", bytes,
+                 next);
         }
         *at = (char*)block->data + places[next].offset;
         return next++;
@@ -33,9 +35,10 @@ struct StepPlaces : Places {
     void give(size_t number) override {
         if (!block) { places[number].to = events++; }
     }
-    // Right after the rehearsal: sets the offsets and returns the block's bytes. First what stays, as gradients do,
-    // then the largest; each at the lowest offset where nothing lies that is there at the same time. At the handout's
-    // sizes the block is 0 to 4 % larger than what is held at most.
+    // Right after the rehearsal: sets the offsets and returns the block's bytes. First what stays,
+    // as gradients do, then the largest; each at the lowest offset where nothing lies that is there
+    // at the same time. At the handout's sizes the block is 0 to 4 % larger than what is held at
+    // most.
     size_t plan() {
         std::vector<Place*> order, placed;
         for (Place& p : places) { order.push_back(&p); }
@@ -60,7 +63,8 @@ struct StepPlaces : Places {
     }
 };
 
-int graph_launches = 0;  // of this process, for tests: two for each captured step, one for a forward alone
+// of this process, for tests: two for each captured step, one for a forward alone
+int graph_launches = 0;
 
 #ifdef __CUDACC__
 struct StepGraphs {
@@ -77,12 +81,14 @@ struct StepGraphs {
         if (backward) { cudaGraphExecDestroy(backward); }
     }
 };
-static std::string kind_of_step(const Model& model, const char* what, const Tensor& tokens, float loss_scale) {
-    return strprintf("%s %s %d %d %s %d %g %d %p", what, to_string(tokens.shape).c_str(), context.precision,
-                     context.recompute, name_of(context.checkpoint).c_str(), context.head_chunk, loss_scale,
-                     model.split, (void*)model.rope.data);
+static std::string kind_of_step(const Model& model, const char* what, const Tensor& tokens,
+                                float loss_scale) {
+    return strprintf("%s %s %d %d %s %d %g %d %p", what, to_string(tokens.shape).c_str(),
+                     context.precision, context.recompute, name_of(context.checkpoint).c_str(),
+                     context.head_chunk, loss_scale, model.split, (void*)model.rope.data);
 }
-static cudaGraphExec_t capture(const std::shared_ptr<StepPlaces>& places, const std::function<void()>& work) {
+static cudaGraphExec_t capture(const std::shared_ptr<StepPlaces>& places,
+                               const std::function<void()>& work) {
     cudaGraph_t graph = nullptr;
     CUDA_CHECK(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeThreadLocal));
     try {
@@ -103,10 +109,11 @@ static void launch(cudaGraphExec_t graph, const char* name) {
     graph_launches++;
 }
 static void copy_in_stream(const Tensor& to, const Tensor& from) {
-    CUDA_CHECK(cudaMemcpyAsync(to.data, from.data, to.size() * size_of(to.dtype), cudaMemcpyDefault, stream()));
+    CUDA_CHECK(cudaMemcpyAsync(to.data, from.data, to.size() * size_of(to.dtype), cudaMemcpyDefault,
+                               stream()));
 }
-// The graphs of this kind of step, to be captured or launched. Null: `by_launches` has done the step, as the rehearsal
-// or because there is no room for the graphs' block.
+// The graphs of this kind of step, to be captured or launched. Null: `by_launches` has done the
+// step, as the rehearsal or because there is no room for the graphs' block.
 static StepGraphs* graphs_or(Model& model, const std::string& kind, const Shape& tokens,
                              const std::function<void()>& by_launches) {
     if (!model.kept || ((StepGraphs*)model.kept.get())->kind != kind) {
@@ -188,9 +195,11 @@ static Tensor infer_by_graph(Model& model, const Tensor& tokens) {
     launch(g->forward, "forward");
     return g->logits;
 }
-// With an arena somebody may wait for single gradients, and whoever watches wants to see single kernels.
+// With an arena somebody may wait for single gradients, and whoever watches wants to see single
+// kernels.
 static bool by_graphs(const Model& model) {
-    return context.mode == FLASH && context.device == CUDA && !context.each_launch && !model.gradients;
+    return context.mode == FLASH && context.device == CUDA && !context.each_launch &&
+           !model.gradients;
 }
 [[maybe_unused]] static const bool entered = [] {
     fast_ways.graphs_take = by_graphs, fast_ways.forward_backward = forward_backward_by_graphs;

@@ -1,4 +1,5 @@
-// lib/device.cu: the instruments that every other file uses: errors, devices, memory, time, signals, files.
+// lib/device.cu: the instruments that every other file uses: errors, devices, memory, time,
+// signals, files.
 #include "gpu.h"
 
 #include <atomic>
@@ -33,7 +34,7 @@ static void run_with(T& variable, T value, const std::function<void()>& f) {
 }
 static double to_gib(size_t bytes) { return bytes / 1073741824.0; }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Errors
 
 std::string vstrprintf(const char* format, va_list arguments) {
@@ -58,7 +59,9 @@ std::string strprintf(const char* format, ...) { return FORMATTED(format); }
 void fail(const char* format, ...) { throw Failure(1, FORMATTED(format)); }
 void usage_error(const char* format, ...) { throw Failure(2, FORMATTED(format)); }
 
-std::string counted(const std::string& n, const std::string& what) { return n + " " + what + (n == "1" ? "" : "s"); }
+std::string counted(const std::string& n, const std::string& what) {
+    return n + " " + what + (n == "1" ? "" : "s");
+}
 std::string list_of(const std::vector<std::string>& items) {
     std::string list;
     for (size_t i = 0; i < items.size(); i++) {
@@ -74,7 +77,9 @@ std::string join(const std::vector<std::string>& items, const char* between) {
 
 std::string one_line(const std::string& text) {
     std::string line;
-    for (unsigned char c : text) { line += c < 0x20 || c == 0x7f ? strprintf("\\x%02x", c) : std::string(1, c); }
+    for (unsigned char c : text) {
+        line += c < 0x20 || c == 0x7f ? strprintf("\\x%02x", c) : std::string(1, c);
+    }
     return line;
 }
 
@@ -83,7 +88,8 @@ static const cudaDeviceProp& card() {
     static const cudaDeviceProp properties = [] {
         int device;
         cudaDeviceProp p{};
-        p.multiProcessorCount = 132, p.major = 9;  // an H100's, where META plans for a GPU and none is here
+        // an H100's, where META plans for a GPU and none is here
+        p.multiProcessorCount = 132, p.major = 9;
         if (cuda_devices() > 0) {
             CUDA_CHECK(cudaGetDevice(&device));
             CUDA_CHECK(cudaGetDeviceProperties(&p, device));
@@ -102,7 +108,8 @@ void cuda_check(cudaError_t error, const char* call, const char* file, int line)
     if (error == cudaErrorMemoryAllocation) { throw OutOfMemory(0, what); }
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
         error == cudaErrorUnsupportedPtxVersion) {
-        what += strprintf("; run make where this %s is; the oldest that it takes is a T4", card().name);
+        what +=
+            strprintf("; run make where this %s is; the oldest that it takes is a T4", card().name);
     }
     throw Failure(1, what);
 }
@@ -112,26 +119,30 @@ static const char* const DEVICES[] = {"cpu", "cuda", "meta"};
 static const char* const DTYPES[] = {"float32", "float16", "bfloat16", "float64", "int32", "uint8"};
 static const char* const MODES[] = {"eager", "fused", "flash"};
 static const char* const PRECISIONS[] = {"fp32", "tf32", "bf16", "fp16", "pure_bf16"};
-static const char* const CATEGORY_NAMES[] = {"parameters",  "gradients", "optimizer state", "weight copies",
-                                             "activations", "workspace", "inputs"};
+static const char* const CATEGORY_NAMES[] = {"parameters",    "gradients",   "optimizer state",
+                                             "weight copies", "activations", "workspace",
+                                             "inputs"};
 const char* name_of(Device d) { return DEVICES[d]; }
 const char* name_of(DType t) { return DTYPES[t]; }
 const char* name_of(Mode m) { return MODES[m]; }
 const char* name_of(Precision p) { return PRECISIONS[p]; }
 const char* name_of(Category c) { return CATEGORY_NAMES[c]; }
 
-Mode mode_from(const std::string& name) { return (Mode)(std::find(MODES, std::end(MODES), name) - MODES); }
+Mode mode_from(const std::string& name) {
+    return (Mode)(std::find(MODES, std::end(MODES), name) - MODES);
+}
 Precision precision_from(const std::string& name) {
     return (Precision)(std::find(PRECISIONS, std::end(PRECISIONS), name) - PRECISIONS);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Where things run
 
 Context context;
 
-// What stands in folder/name behind `before`, which begins with a line's end, up to the next one; "": nothing. Without
-// the heap, where its buffer could break up a large block that was freed and is about to come again.
+// What stands in folder/name behind `before`, which begins with a line's end, up to the next one;
+// "": nothing. Without the heap, where its buffer could break up a large block that was freed and
+// is about to come again.
 static std::string text_in(const char* folder, const char* name, const char* before) {
     char path[512], text[1 << 14] = "\n";
     snprintf(path, sizeof path, "%s/%s", folder, name);
@@ -183,7 +194,9 @@ Device choose_device(const std::string& want, [[maybe_unused]] int gpu) {
     if (usable) { CUDA_CHECK(cudaSetDevice(gpu)); }
 #endif
     if (!usable && want == "cuda") { fail("device cuda: there is none (%s)", why.c_str()); }
-    if (want == "auto") { note("device auto: took %s", usable ? "cuda" : ("cpu (" + why + ")").c_str()); }
+    if (want == "auto") {
+        note("device auto: took %s", usable ? "cuda" : ("cpu (" + why + ")").c_str());
+    }
     return usable ? CUDA : CPU;
 }
 
@@ -194,7 +207,8 @@ cudaStream_t stream() {
         cudaStream_t created;
         int least, greatest;  // collectives come first, then this stream, then what run_behind runs
         CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-        CUDA_CHECK(cudaStreamCreateWithPriority(&created, cudaStreamNonBlocking, (least + greatest) / 2));
+        CUDA_CHECK(
+            cudaStreamCreateWithPriority(&created, cudaStreamNonBlocking, (least + greatest) / 2));
         return created;
     }();
     return other ? other : s;
@@ -210,21 +224,22 @@ void synchronize() {
 
 int cpu_threads() { return omp_get_max_threads(); }
 
-// Whether whoever started us ignores SIGHUP, as nohup does. It is asked before the shared libraries start, since one of
-// them (UCX, behind some builds of Gloo) takes that signal.
+// Whether whoever started us ignores SIGHUP, as nohup does. It is asked before the shared libraries
+// start, since one of them (UCX, behind some builds of Gloo) takes that signal.
 static bool ignores_hangup;
 static void see_hangup(int, char**, char**) {
     struct sigaction before {};
     sigaction(SIGHUP, nullptr, &before);
     ignores_hangup = before.sa_handler == SIG_IGN;
 }
-__attribute__((section(".preinit_array"), used)) static void (*const first)(int, char**, char**) = see_hangup;
+__attribute__((section(".preinit_array"), used)) static void (*const first)(int, char**,
+                                                                            char**) = see_hangup;
 
-// Two libraries read the environment only while the program loads, so we set what is unset and start once more.
-// OpenBLAS gives a processor younger than itself the kernels of an old one (Prescott: SSE3), five times too slow.
-// OpenMP's threads spin while they wait: where cores are shared (containers, CI, several ranks) a step was seen to take
-// 4 times as long. OpenBLAS's threads, which we do not use, want 128 MiB each, and try for ever where `ulimit -v`
-// leaves less.
+// Two libraries read the environment only while the program loads, so we set what is unset and
+// start once more. OpenBLAS gives a processor younger than itself the kernels of an old one
+// (Prescott: SSE3), five times too slow. OpenMP's threads spin while they wait: where cores are
+// shared (containers, CI, several ranks) a step was seen to take 4 times as long. OpenBLAS's
+// threads, which we do not use, want 128 MiB each, and try for ever where `ulimit -v` leaves less.
 void choose_cpu_settings(char** argv) {
     if (ignores_hangup) { signal(SIGHUP, SIG_IGN); }
     const char* core = nullptr;
@@ -233,7 +248,8 @@ void choose_cpu_settings(char** argv) {
         core = __builtin_cpu_supports("avx512bw") ? "SkylakeX" : "Haswell";
     }
 #endif
-    if (getenv("OMP_WAIT_POLICY") && getenv("OPENBLAS_NUM_THREADS") && (!core || getenv("OPENBLAS_CORETYPE"))) {
+    if (getenv("OMP_WAIT_POLICY") && getenv("OPENBLAS_NUM_THREADS") &&
+        (!core || getenv("OPENBLAS_CORETYPE"))) {
         return;
     }
     setenv("OMP_WAIT_POLICY", "passive", 0);
@@ -244,12 +260,14 @@ void choose_cpu_settings(char** argv) {
 
 std::string device_description() {
 #ifdef __CUDACC__
-    if (context.device == CUDA) {  // the runtime only knows which CUDA the driver is made for; "580.95.05" stands here
+    if (context.device == CUDA) {  // the runtime only knows which CUDA the driver is made for;
+                                   // "580.95.05" stands here
         std::istringstream words(text_in("/proc/driver/nvidia", "version", "\nNVRM version:"));
         std::string version;
         while (words >> version && !isdigit(version[0])) {}
-        return strprintf("%s, driver %s, CUDA %d.%d, %.0f GB", card().name, words ? version.c_str() : "unknown",
-                         CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, 1e-9 * card().totalGlobalMem);
+        return strprintf("%s, driver %s, CUDA %d.%d, %.0f GB", card().name,
+                         words ? version.c_str() : "unknown", CUDART_VERSION / 1000,
+                         CUDART_VERSION % 1000 / 10, 1e-9 * card().totalGlobalMem);
     }
 #endif
     if (context.device == META) { return "meta (nothing is computed)"; }
@@ -261,15 +279,17 @@ std::string device_description() {
     return text;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Memory: the raw blocks
 
 static size_t number_in(const char* folder, const char* name, const char* before) {
     const std::string text = text_in(folder, name, before);
-    return text.find_first_of("0123456789") == std::string::npos ? SIZE_MAX : strtoull(text.c_str(), nullptr, 10);
+    return text.find_first_of("0123456789") == std::string::npos
+               ? SIZE_MAX
+               : strtoull(text.c_str(), nullptr, 10);
 }
-// Returns what the control group in this folder and those above it leave, in bytes; SIZE_MAX: they have no limit.
-// Without the heap, as above.
+// Returns what the control group in this folder and those above it leave, in bytes; SIZE_MAX: they
+// have no limit. Without the heap, as above.
 static size_t group_memory(const std::string& path) {
     char group[512];
     snprintf(group, sizeof group, "%s", path.c_str());
@@ -277,8 +297,10 @@ static size_t group_memory(const std::string& path) {
     for (; *group; *strrchr(group, '/') = 0) {
         size_t limit = number_in(group, "memory.max", "\n");
         size_t used = number_in(group, "memory.current", "\n");
-        size_t cached = number_in(group, "memory.stat", "\ninactive_file ");  // counts as used, but makes room
-        if (limit == SIZE_MAX) {                                              // the names of version 1
+        // counts as used, but makes room
+        size_t cached = number_in(group, "memory.stat", "\ninactive_file ");
+        // the names of version 1
+        if (limit == SIZE_MAX) {
             limit = number_in(group, "memory.limit_in_bytes", "\n");
             used = number_in(group, "memory.usage_in_bytes", "\n");
             cached = number_in(group, "memory.stat", "\ntotal_inactive_file ");
@@ -289,8 +311,10 @@ static size_t group_memory(const std::string& path) {
 }
 size_t system_memory(const char* group) {
     // In a container the folder may not be there, but one above it.
-    static const std::string root = "/sys/fs/cgroup", own = root + text_in("/proc/self", "cgroup", "\n0::");
-    static const std::string own_v1 = root + "/memory" + text_in("/proc/self", "cgroup", ":memory:");
+    static const std::string root = "/sys/fs/cgroup",
+                             own = root + text_in("/proc/self", "cgroup", "\n0::");
+    static const std::string own_v1 =
+        root + "/memory" + text_in("/proc/self", "cgroup", ":memory:");
     size_t left = number_in("/proc", "meminfo", "\nMemAvailable:") * 1024;
     if (group) { return std::min(left, group_memory(group)); }
     left = std::min({left, group_memory(own), group_memory(own_v1)});
@@ -307,7 +331,8 @@ static cudaMemPool_t memory_pool() {
     static const cudaMemPool_t pool = [] {
         int device;
         cudaMemPool_t p;
-        uint64_t keep_everything = UINT64_MAX;  // by default each synchronize would give unused memory back
+        // by default each synchronize would give unused memory back
+        uint64_t keep_everything = UINT64_MAX;
         CUDA_CHECK(cudaGetDevice(&device));
         CUDA_CHECK(cudaDeviceGetDefaultMemPool(&p, device));
         CUDA_CHECK(cudaMemPoolSetAttribute(p, cudaMemPoolAttrReleaseThreshold, &keep_everything));
@@ -320,7 +345,8 @@ static cudaMemPool_t memory_pool() {
 void give_back_cached_memory() {
 #ifdef __CUDACC__
     if (cuda_devices() == 0) { return; }
-    CUDA_CHECK(cudaDeviceSynchronize());  // what was freed in stream order is free when the stream gets there
+    // what was freed in stream order is free when the stream gets there
+    CUDA_CHECK(cudaDeviceSynchronize());
     CUDA_CHECK(cudaMemPoolTrimTo(memory_pool(), 0));
 #endif
 }
@@ -332,7 +358,8 @@ size_t available_memory(Device d) {
         size_t free, total;
         uint64_t reserved, used;
         CUDA_CHECK(cudaMemGetInfo(&free, &total));
-        CUDA_CHECK(cudaMemPoolGetAttribute(memory_pool(), cudaMemPoolAttrReservedMemCurrent, &reserved));
+        CUDA_CHECK(
+            cudaMemPoolGetAttribute(memory_pool(), cudaMemPoolAttrReservedMemCurrent, &reserved));
         CUDA_CHECK(cudaMemPoolGetAttribute(memory_pool(), cudaMemPoolAttrUsedMemCurrent, &used));
         return free + (reserved - used);
     }
@@ -343,12 +370,13 @@ size_t available_memory(Device d) {
 
 // Returns null where there is not enough memory.
 static void* allocate_cpu(size_t bytes) {
-    // Left alone, malloc maps each large block afresh and unmaps it when freed; the kernel then zeroes every page of
-    // every activation in every step. So: no mappings, and nothing goes back before available_memory() asks for it.
+    // Left alone, malloc maps each large block afresh and unmaps it when freed; the kernel then
+    // zeroes every page of every activation in every step. So: no mappings, and nothing goes back
+    // before available_memory() asks for it.
     static const bool tuned = (mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1), true);
     (void)tuned;
-    // Linux promises more memory than it has, and kills who touches it. To ask takes 0.2 ms, so we do once per so many
-    // bytes, and want room for as many again.
+    // Linux promises more memory than it has, and kills who touches it. To ask takes 0.2 ms, so we
+    // do once per so many bytes, and want room for as many again.
     constexpr size_t unasked_bytes = 32 << 20;
     static std::atomic<size_t> unasked{0};
     size_t needs = std::max(bytes, bytes + unasked_bytes);  // of SIZE_MAX the sum wraps
@@ -356,8 +384,9 @@ static void* allocate_cpu(size_t bytes) {
         if (needs > system_memory() && needs > available_memory(CPU)) { return nullptr; }
         unasked = 0;
     }
-    // We align to 64 bytes (an AVX-512 register) ourselves: glibc 2.36's aligned_alloc gives the slack before a block
-    // to small requests, and then the freed block is too short for the next one of its size.
+    // We align to 64 bytes (an AVX-512 register) ourselves: glibc 2.36's aligned_alloc gives the
+    // slack before a block to small requests, and then the freed block is too short for the next
+    // one of its size.
     char* block = (char*)malloc(bytes + 64);
     if (!block) { return nullptr; }
     char* data = (char*)(((uintptr_t)block + 64) & ~(uintptr_t)63);
@@ -368,8 +397,9 @@ static void* allocate_cpu(size_t bytes) {
 static void free_cpu(void* data) { free(((char**)data)[-1]); }
 
 #ifdef __CUDACC__
-// Where the pool holds enough, but in pieces, the driver remaps their pages into one block (measured), but for those
-// that the GPU has yet to free: the second attempt first waits for it and gives unused pages back.
+// Where the pool holds enough, but in pieces, the driver remaps their pages into one block
+// (measured), but for those that the GPU has yet to free: the second attempt first waits for it and
+// gives unused pages back.
 static void* allocate_cuda(size_t bytes) {
     void* data = nullptr;
     for (int attempt = 0; attempt < 2; attempt++) {
@@ -384,7 +414,8 @@ static void* allocate_cuda(size_t bytes) {
 
 static void free_cuda(void* data) {
     cudaError_t error = cudaFreeAsync(data, stream());
-    // Static tensors die after the driver has shut down, and after a fault every call fails: one line is enough.
+    // Static tensors die after the driver has shut down, and after a fault every call fails: one
+    // line is enough.
     static bool said = false;
     if (error != cudaSuccess && error != cudaErrorCudartUnloading && !said) {
         said = true;
@@ -396,7 +427,7 @@ static void* allocate_cuda(size_t) { return nullptr; }
 static void free_cuda(void*) {}
 #endif
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Memory: the books
 
 static MemoryUse uses[3];       // one per device
@@ -416,14 +447,16 @@ const char* innermost_range() { return open_ranges().empty() ? "" : open_ranges(
 
 static void log_event(const Memory* m, double ms, bool is_alloc, std::vector<const char*> ranges) {
     if (m->bytes == 0 || m->device != logged_device) { return; }
-    memory_log.push_back({ms, is_alloc, (uint64_t)m->data, m->bytes, m->category, std::move(ranges), m->at});
+    memory_log.push_back(
+        {ms, is_alloc, (uint64_t)m->data, m->bytes, m->category, std::move(ranges), m->at});
 }
 void start_memory_log(Device device) {
     std::lock_guard<std::mutex> lock(books_mutex);
     memory_log.clear();
     logged_device = device, log_start = now_ms();
     for (const Memory* m : live[device]) {
-        log_event(m, 0, true, *m->op ? std::vector<const char*>{m->op} : std::vector<const char*>());
+        log_event(m, 0, true,
+                  *m->op ? std::vector<const char*>{m->op} : std::vector<const char*>());
     }
     logging = true;
 }
@@ -459,7 +492,9 @@ static void book(const Memory* m, bool comes) {
 
 static std::shared_ptr<Places> places;  // in use
 
-void allocate_in(const std::shared_ptr<Places>& use, const std::function<void()>& f) { run_with(places, use, f); }
+void allocate_in(const std::shared_ptr<Places>& use, const std::function<void()>& f) {
+    run_with(places, use, f);
+}
 
 std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Source at) {
     auto memory = std::make_shared<Memory>();
@@ -469,7 +504,8 @@ std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
     memory->at = at;
     void* place = nullptr;
     if (places && device != CPU && bytes > 0) {
-        memory->number = places->take(bytes, &place);  // where it throws, there is nothing to give back
+        // where it throws, there is nothing to give back
+        memory->number = places->take(bytes, &place);
         memory->places = places;
         memory->placed = place, memory->counted = !place || places->counted;
     }
@@ -480,14 +516,17 @@ std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
     } else if (bytes > 0) {
         memory->data = place ? place : device == CUDA ? allocate_cuda(bytes) : allocate_cpu(bytes);
         if (!memory->data) {
-            throw OutOfMemory(bytes,
-                              strprintf("out of memory on %s: %.2f GiB for %s, beside %.2f in use, with %.2f available",
-                                        name_of(device), to_gib(bytes), name_of(category), to_gib(uses[device].now),
-                                        to_gib(available_memory(device))));
+            throw OutOfMemory(
+                bytes,
+                strprintf(
+                    "out of memory on %s: %.2f GiB for %s, beside %.2f in use, with %.2f available",
+                    name_of(device), to_gib(bytes), name_of(category), to_gib(uses[device].now),
+                    to_gib(available_memory(device))));
         }
     }
 #ifdef __CUDACC__
-    // A free does not wait: it is a destructor and must not throw. Its time is early by one operation at most.
+    // A free does not wait: it is a destructor and must not throw. Its time is early by one
+    // operation at most.
     if (logging && device == CUDA) { CUDA_CHECK(cudaStreamSynchronize(stream())); }
 #endif
     memory->bytes = bytes;
@@ -513,11 +552,13 @@ void copy_bytes(void* to, Device to_device, const void* from, Device from_device
     memcpy(to, from, bytes);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Time
 
 double now_ms() {
-    return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    return std::chrono::duration<double, std::milli>(
+               std::chrono::steady_clock::now().time_since_epoch())
+        .count();
 }
 
 #ifdef __CUDACC__
@@ -555,7 +596,8 @@ double ms_of(const Mark& m, const Mark& origin) {
 #ifdef __CUDACC__
     if (m.event && origin.event) {
         float ms;
-        CUDA_CHECK(cudaEventElapsedTime(&ms, (cudaEvent_t)origin.event.get(), (cudaEvent_t)m.event.get()));
+        CUDA_CHECK(
+            cudaEventElapsedTime(&ms, (cudaEvent_t)origin.event.get(), (cudaEvent_t)m.event.get()));
         return ms;
     }
 #endif
@@ -573,7 +615,9 @@ Stats stats_of(std::vector<double> values) {
     return {mean, std, median, values.front(), values.back(), n};
 }
 
-std::string deviation(const Stats& s, const char* format) { return s.n > 1 ? strprintf(format, s.std) : ""; }
+std::string deviation(const Stats& s, const char* format) {
+    return s.n > 1 ? strprintf(format, s.std) : "";
+}
 const char* level(const Stats& a, const Stats& b) {
     const double difference = std::fabs(a.mean - b.mean), larger = std::max(a.mean, b.mean);
     if (difference <= 0.005 * larger) { return "within 0.5 %, a clock's drift"; }
@@ -583,7 +627,8 @@ const char* level(const Stats& a, const Stats& b) {
     if (n >= 5) { return difference <= error ? "within twice the standard error" : nullptr; }
 
     const double noise = n == 1 ? 0.1 * larger : std::hypot(a.std, b.std);
-    return difference <= std::max(noise, error) ? "within the deviations: too few steps to compare" : nullptr;
+    return difference <= std::max(noise, error) ? "within the deviations: too few steps to compare"
+                                                : nullptr;
 }
 
 std::vector<double> time_queued_ms(int warmup, int n, const std::function<void()>& prepare,
@@ -615,7 +660,7 @@ std::vector<double> time_ms(int warmup, int n, const std::function<void()>& f) {
     return times;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Lines on stderr; ends by a signal
 
 void note(const char* format, ...) { fprintf(stderr, "%s\n", one_line(FORMATTED(format)).c_str()); }
@@ -642,7 +687,7 @@ EndSignals::EndSignals() { end_signal = 0, on_end_signals(take_end_signal); }
 EndSignals::~EndSignals() { on_end_signals(SIG_DFL); }
 int EndSignals::seen() { return end_signal; }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Files
 
 void replace_file(const std::string& path, const std::function<bool(FILE*)>& write) {
@@ -651,23 +696,29 @@ void replace_file(const std::string& path, const std::function<bool(FILE*)>& wri
     const std::unique_ptr<const char, int (*)(const char*)> removed_at_the_end(name, remove);
     struct stat before;
     if (stat(path.c_str(), &before) == 0 && !S_ISREG(before.st_mode)) {
-        fail("%s: cannot be written: expected a regular file", path.c_str());  // or we would replace /dev/null
+        // or we would replace /dev/null
+        fail("%s: cannot be written: expected a regular file", path.c_str());
     }
     const int descriptor = open(name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-    const std::unique_ptr<FILE, int (*)(FILE*)> file(descriptor < 0 ? nullptr : fdopen(descriptor, "wb"), fclose);
-    const bool done = file && (!write || (write(file.get()) && fflush(file.get()) == 0 && fsync(descriptor) == 0 &&
-                                          rename(name, path.c_str()) == 0));
+    const std::unique_ptr<FILE, int (*)(FILE*)> file(
+        descriptor < 0 ? nullptr : fdopen(descriptor, "wb"), fclose);
+    const bool done =
+        file && (!write || (write(file.get()) && fflush(file.get()) == 0 &&
+                            fsync(descriptor) == 0 && rename(name, path.c_str()) == 0));
     if (!done) { fail("%s: cannot be written: %s", path.c_str(), strerror(errno)); }
 }
 
 void save_file(const std::string& path, const std::string& bytes) {
-    replace_file(path, [&](FILE* file) { return fwrite(bytes.data(), 1, bytes.size(), file) == bytes.size(); });
+    replace_file(path, [&](FILE* file) {
+        return fwrite(bytes.data(), 1, bytes.size(), file) == bytes.size();
+    });
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Ourselves
 
-pid_t start_ourselves(const std::vector<std::string>& arguments, const std::function<void()>& prepare) {
+pid_t start_ourselves(const std::vector<std::string>& arguments,
+                      const std::function<void()>& prepare) {
     std::vector<char*> argv = {program_invocation_name};  // as it was typed
     for (const std::string& a : arguments) { argv.push_back((char*)a.c_str()); }
     argv.push_back(nullptr);
@@ -696,7 +747,8 @@ std::string run_ourselves(const std::vector<std::string>& arguments) {
     int status = 0;
     waitpid(child, &status, 0);
     if (status == 0) { return text; }
-    fail("cs336 %s: %s %d", join(arguments, " ").c_str(), WIFSIGNALED(status) ? "killed by signal" : "exited with",
+    fail("cs336 %s: %s %d", join(arguments, " ").c_str(),
+         WIFSIGNALED(status) ? "killed by signal" : "exited with",
          WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status));
 }
 

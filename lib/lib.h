@@ -1,5 +1,5 @@
-// lib.h: what lib/ offers, file by file, roughly as they build on each other. nvcc compiles each .cu, or g++ does, as
-// plain C++ (then the CPU path is all there is).
+// lib.h: what lib/ offers, file by file, roughly as they build on each other. nvcc compiles each
+// .cu, or g++ does, as plain C++ (then the CPU path is all there is).
 #pragma once
 #include <algorithm>
 #include <cerrno>
@@ -36,12 +36,14 @@
 #endif
 #include "formats.h"
 
-// ---------------------------------------------------------------------------------------------------------------------
-// device.cu: errors. A command throws; main() prints the one line on stderr and exits with the code.
+// -------------------------------------------------------------------------------------------------
+// device.cu: errors. A command throws; main() prints the one line on stderr and exits with the
+// code.
 
 struct Failure : std::runtime_error {
     int exit_code;  // 1: it ran and failed, 2: wrong usage
-    Failure(int exit_code, const std::string& what) : std::runtime_error(what), exit_code(exit_code) {}
+    Failure(int exit_code, const std::string& what)
+        : std::runtime_error(what), exit_code(exit_code) {}
 };
 struct OutOfMemory : Failure {
     size_t bytes;  // the request that did not fit
@@ -56,7 +58,9 @@ std::string strprintf(const char* format, ...) PRINTF(1, 2);
 std::string vstrprintf(const char* format, va_list arguments);
 std::string list_of(const std::vector<std::string>& items);          // "a", "a and b", "a, b and c"
 std::string counted(const std::string& n, const std::string& what);  // "1 step", "2 steps"
-inline std::string counted(int64_t n, const std::string& what) { return counted(std::to_string(n), what); }
+inline std::string counted(int64_t n, const std::string& what) {
+    return counted(std::to_string(n), what);
+}
 std::string join(const std::vector<std::string>& items, const char* between);
 std::string one_line(const std::string& text);  // control characters as \xNN
 
@@ -66,8 +70,9 @@ void cuda_check(cudaError_t error, const char* call, const char* file, int line)
 #define LAUNCH_CHECK() CUDA_CHECK(cudaGetLastError())  // after every <<<>>>
 #endif
 
-// A table of implementations, from the plainest to the fastest. A row, static const AddRow<AttentionImpl> row({...}),
-// enters it while the program loads, so that its file can be left out.
+// A table of implementations, from the plainest to the fastest. A row, static const
+// AddRow<AttentionImpl> row({...}), enters it while the program loads, so that its file can be left
+// out.
 template <class Impl>
 std::list<Impl>& table_of() {
     static std::list<Impl> rows;
@@ -82,16 +87,27 @@ struct AddRow {
     }
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // device.cu: where things run
 
-// META, as in PyTorch, has shapes but no data: a step there computes nothing, but counts the memory it would take.
+// META, as in PyTorch, has shapes but no data: a step there computes nothing, but counts the memory
+// it would take.
 enum Device { CPU, CUDA, META };
 enum DType { F32, F16, BF16, F64, I32, U8 };  // F64: on the CPU, for finite differences
-enum Mode { EAGER, FUSED, FLASH };  // one kernel per operation | hand-fused kernels | fused, with FlashAttention
+// one kernel per operation | hand-fused kernels | fused, with FlashAttention
+enum Mode { EAGER, FUSED, FLASH };
 // PURE_BF16: weights, gradients, AdamW's moments and the residual stream are bf16, too.
 enum Precision { FP32, TF32, PREC_BF16, PREC_FP16, PREC_PURE_BF16 };
-enum Category { PARAMETERS, GRADIENTS, OPTIMIZER, WEIGHT_COPIES, ACTIVATIONS, WORKSPACE, INPUTS, CATEGORIES };
+enum Category {
+    PARAMETERS,
+    GRADIENTS,
+    OPTIMIZER,
+    WEIGHT_COPIES,
+    ACTIVATIONS,
+    WORKSPACE,
+    INPUTS,
+    CATEGORIES
+};
 
 const char* name_of(Device d);
 const char* name_of(DType t);
@@ -119,9 +135,10 @@ struct Context {  // what PyTorch keeps globally, too
     Device planned_for = CPU;  // while device is META: where the run would be
     Mode mode = FUSED;
     Precision precision = FP32;
-    bool widening = false;   // on META: count the fp32 copies of products' operands, too
-    bool recording = true;   // write the tape; off inside NoGrad
-    bool recompute = false;  // backward computes the norms' outputs and SwiGLU's again, instead of keeping them
+    bool widening = false;  // on META: count the fp32 copies of products' operands, too
+    bool recording = true;  // write the tape; off inside NoGrad
+    // backward computes the norms' outputs and SwiGLU's again, instead of keeping them
+    bool recompute = false;
     Checkpointing checkpoint;
     int head_chunk = 0;        // rows of the logits that the loss makes at a time; 0: all
     bool each_launch = false;  // none may hide in a CUDA graph
@@ -140,13 +157,17 @@ struct Planning : RestoreContext {  // within its scope nothing is computed, mem
     }
 };
 
-int cuda_devices(std::string* why = nullptr);                // 0 without a GPU or its driver, or in a CPU build: why
-std::string gpu_ids();                                       // words: of all that we see
-Device choose_device(const std::string& want, int gpu = 0);  // auto|cpu|cuda; says on stderr which one auto took
-void synchronize();                                          // wait for context.device
-std::string device_description();   // "NVIDIA H200, driver 580.159, CUDA 13.0" | "AMD EPYC, 2 threads, OpenBLAS ..."
+// 0 without a GPU or its driver, or in a CPU build: why
+int cuda_devices(std::string* why = nullptr);
+std::string gpu_ids();  // words: of all that we see
+// auto|cpu|cuda; says on stderr which one auto took
+Device choose_device(const std::string& want, int gpu = 0);
+void synchronize();                 // wait for context.device
+std::string device_description();   // "NVIDIA H200, driver 580.159, CUDA 13.0" | "AMD EPYC, 2
+                                    // threads, OpenBLAS ..."
 size_t available_memory(Device d);  // bytes that could be allocated now
-size_t system_memory(const char* group = nullptr);  // the CPU's, as Linux, our control group and RLIMIT_AS leave it
+// the CPU's, as Linux, our control group and RLIMIT_AS leave it
+size_t system_memory(const char* group = nullptr);
 int cpu_threads();
 void choose_cpu_settings(char** argv);  // first in main(): may start the program anew
 #ifdef __CUDACC__
@@ -154,7 +175,7 @@ cudaStream_t stream();  // the one compute stream, or s while with_stream(s, f) 
 void with_stream(cudaStream_t s, const std::function<void()>& f);
 #endif
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // device.cu: memory. Each buffer has a category and the range that was open.
 
 struct Source {  // a line of ours: as a default argument here() is that of the call
@@ -170,7 +191,8 @@ constexpr Source here(const char* file = __builtin_FILE(), int line = __builtin_
 struct Places {
     bool counted = false;  // each buffer there by itself; false: they are parts of a buffer
     virtual ~Places() = default;
-    virtual size_t take(size_t bytes, void** at) = 0;  // the buffer's number; *at stays null: the pool's
+    // the buffer's number; *at stays null: the pool's
+    virtual size_t take(size_t bytes, void** at) = 0;
     virtual void give(size_t number) = 0;
 };
 struct Memory {  // freed (in stream order) when the last shared_ptr goes
@@ -186,20 +208,24 @@ struct Memory {  // freed (in stream order) when the last shared_ptr goes
     bool counted = true;
     ~Memory();
 };
-std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Source at = here());
+std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
+                                 Source at = here());
 // Runs f; `places` are asked first for what it allocates, but on the CPU.
 void allocate_in(const std::shared_ptr<Places>& places, const std::function<void()>& f);
-void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes);  // waits for the copy
+// waits for the copy
+void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes);
 void give_back_cached_memory();  // what our pool keeps but does not use
 
 struct MemoryUse {  // bytes
     size_t now, peak;
-    size_t now_by[CATEGORIES], peak_by[CATEGORIES];  // peak_by: each category's share at the moment of the total's peak
+    // peak_by: each category's share at the moment of the total's peak
+    size_t now_by[CATEGORIES], peak_by[CATEGORIES];
 };
 const MemoryUse& memory_use(Device device);
 void reset_peak(Device device);
 
-// The log of one device. While it is on, each allocation waits for the GPU, so the times are the GPU's own.
+// The log of one device. While it is on, each allocation waits for the GPU, so the times are the
+// GPU's own.
 struct MemoryEvent {
     double ms;      // since the start
     bool is_alloc;  // else a free
@@ -209,10 +235,11 @@ struct MemoryEvent {
     std::vector<const char*> ranges;  // that were open, outermost first
     Source at;                        // who allocated it
 };
-void start_memory_log(Device device);  // begins, at 0 ms, with an allocation for each buffer that is held
+// begins, at 0 ms, with an allocation for each buffer that is held
+void start_memory_log(Device device);
 std::vector<MemoryEvent> stop_memory_log();
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // device.cu: time, ends by a signal, files
 
 double now_ms();  // wall clock, monotonic
@@ -231,35 +258,40 @@ struct Stats {
 };
 Stats stats_of(std::vector<double> values);
 std::string deviation(const Stats& s, const char* format);  // a cell; of one value: ""
-// Says within what two mean times are level ("within twice the standard error"); null where they differ. Level is a
-// difference below 0.5 % of the larger, by which clocks drift, or below twice its standard error. Below 5 runs that
-// error is not known: there the difference must exceed the deviations, too, and of a single run 10 % are assumed.
+// Says within what two mean times are level ("within twice the standard error"); null where they
+// differ. Level is a difference below 0.5 % of the larger, by which clocks drift, or below twice
+// its standard error. Below 5 runs that error is not known: there the difference must exceed the
+// deviations, too, and of a single run 10 % are assumed.
 const char* level(const Stats& a, const Stats& b);
-// Times in ms of the last n of warmup + n runs. time_ms: each run with the wait for its end. time_queued_ms: of f,
-// behind prepare, by the device's events and without waits, so that launch latency does not count where the device is
-// slower.
+// Times in ms of the last n of warmup + n runs. time_ms: each run with the wait for its end.
+// time_queued_ms: of f, behind prepare, by the device's events and without waits, so that launch
+// latency does not count where the device is slower.
 std::vector<double> time_ms(int warmup, int n, const std::function<void()>& f);
 std::vector<double> time_queued_ms(int warmup, int n, const std::function<void()>& prepare,
                                    const std::function<void()>& f);
 
-// While one lives, SIGINT, SIGTERM and SIGHUP end nothing: the work looks at seen() and ends in order.
+// While one lives, SIGINT, SIGTERM and SIGHUP end nothing: the work looks at seen() and ends in
+// order.
 struct EndSignals {
     EndSignals();
     ~EndSignals();
     static int seen();  // the last signal's number; 0: none
 };
-// `write` fills a temporary file beside path, which then takes its name: where that fails, or we are killed, the old
-// file stays. It returns false, with errno, if it failed; null: only tries.
+// `write` fills a temporary file beside path, which then takes its name: where that fails, or we
+// are killed, the old file stays. It returns false, with errno, if it failed; null: only tries.
 void replace_file(const std::string& path, const std::function<bool(FILE*)>& write);
 void save_file(const std::string& path, const std::string& bytes);
 // Starts this program anew, which does not outlive us. `prepare` runs in the new process.
-pid_t start_ourselves(const std::vector<std::string>& arguments, const std::function<void()>& prepare);
-std::string run_ourselves(const std::vector<std::string>& arguments);  // this program's stdout; fails if it fails
-std::string commit();                                                  // of the build
+pid_t start_ourselves(const std::vector<std::string>& arguments,
+                      const std::function<void()>& prepare);
+// this program's stdout; fails if it fails
+std::string run_ourselves(const std::vector<std::string>& arguments);
+std::string commit();  // of the build
 
-// ---------------------------------------------------------------------------------------------------------------------
-// trace.cu: named ranges of work, and what ran in which: on the GPU as CUPTI sees it, kernels of cuBLAS and NCCL too.
-// Times are in ns since 1970, the same for all processes of a machine; ranges are indices of Trace::ranges.
+// -------------------------------------------------------------------------------------------------
+// trace.cu: named ranges of work, and what ran in which: on the GPU as CUPTI sees it, kernels of
+// cuBLAS and NCCL too. Times are in ns since 1970, the same for all processes of a machine; ranges
+// are indices of Trace::ranges.
 
 struct Range {  // NVTX tools show it. `name` has to live as long as the program
     explicit Range(const char* name, int recorded_in = -1);  // recorded_in: see TracedRange
@@ -294,11 +326,12 @@ struct Trace {
 void start_tracing();
 Trace stop_tracing();  // waits for the device
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // table.cu: tables and answers on stdout
 
 template <class T>
-std::string to_cell(const T& x) {  // four digits, "" for NAN. Where a column needs others: strprintf
+std::string to_cell(
+    const T& x) {  // four digits, "" for NAN. Where a column needs others: strprintf
     if constexpr (std::is_enum_v<T>) {
         return name_of(x);
     } else if constexpr (std::is_integral_v<T>) {
@@ -320,14 +353,15 @@ struct Table {
         rows.push_back({to_cell(cells)...});
     }
 };
-std::string origin();            // "NVIDIA H200, driver 580.159, CUDA 13.0; commit 1a2b3c4"; the first caption ends so
+std::string origin();  // "NVIDIA H200, driver 580.159, CUDA 13.0; commit 1a2b3c4"; the first
+                       // caption ends so
 void print(const Table& table);  // Markdown, or csv with context.csv
 // "**(a)** text" below the table. part: the handout's letter, or a word; "": the whole problem.
 void answer(const char* part, const char* format, ...) PRINTF(2, 3);
 void sketch(const std::string& lines);  // a block of code, where the handout asks for one
 extern std::string* printed_to;         // null: stdout. For tests: where all of this goes instead
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // formats.h: bf16 and fp16
 
 // Runs f(zero) with a zero of the dtype's C++ type: f only takes its type, decltype(zero).
@@ -345,7 +379,7 @@ void with_type(DType t, Fn f) {  // on the CPU
     t == F64 ? f(double()) : with_gpu_type(t, f);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // tensor.cu: tensors
 
 using Shape = std::vector<int64_t>;
@@ -358,7 +392,8 @@ struct Tensor {
     std::shared_ptr<Memory> memory;
     char* data = nullptr;
     DType dtype = F32;
-    Shape shape, stride;  // strides in elements; all tensors are row-major but for the views that eager mode makes
+    // strides in elements; all tensors are row-major but for the views that eager mode makes
+    Shape shape, stride;
     std::shared_ptr<struct Gradient> gradient;
     explicit operator bool() const { return memory != nullptr; }
     int64_t size() const { return count(shape); }
@@ -373,21 +408,27 @@ struct Tensor {
 // Row-major; empty and zeros are on context.device.
 Tensor empty(const Shape& shape, DType dtype, Category category = ACTIVATIONS, Source at = here());
 Tensor zeros(const Shape& shape, DType dtype, Category category = ACTIVATIONS, Source at = here());
-Tensor empty_on(Device device, const Shape& shape, DType dtype, Category category = ACTIVATIONS, Source at = here());
+Tensor empty_on(Device device, const Shape& shape, DType dtype, Category category = ACTIVATIONS,
+                Source at = here());
 bool is_row_major(const Tensor& t);
 // Elements [offset, offset + count(shape)) of a row-major t, without its gradient.
 Tensor view(const Tensor& t, int64_t offset, const Shape& shape);
 void fill_zero(const Tensor& t);
-void copy(const Tensor& to, const Tensor& from);   // same count and dtype, both row-major, any devices
-Tensor to_device(const Tensor& t, Device device);  // a copy there (itself if it is there already), without gradient
-Tensor from_floats(const std::vector<float>& values, const Shape& shape, DType dtype = F32);  // on context.device
+// same count and dtype, both row-major, any devices
+void copy(const Tensor& to, const Tensor& from);
+// a copy there (itself if it is there already), without gradient
+Tensor to_device(const Tensor& t, Device device);
+// on context.device
+Tensor from_floats(const std::vector<float>& values, const Shape& shape, DType dtype = F32);
 Tensor from_ints(const std::vector<int>& values, const Shape& shape);
 std::vector<float> to_floats(const Tensor& t);  // any dtype, any strides, from any device
 std::vector<double> to_doubles(const Tensor& t);
 
-// Random numbers: element i of stream `key` is a function of (seed, key, i), so the CPU and the GPU draw the same bits.
-void fill_normal(const Tensor& t, uint64_t seed, uint64_t key, float mean, float std);  // bounded by 4.9 std
-int random_int(int n, uint64_t seed, uint64_t key, uint64_t i);                         // uniform in [0, n)
+// Random numbers: element i of stream `key` is a function of (seed, key, i), so the CPU and the GPU
+// draw the same bits. bounded by 4.9 std
+void fill_normal(const Tensor& t, uint64_t seed, uint64_t key, float mean, float std);
+// uniform in [0, n)
+int random_int(int n, uint64_t seed, uint64_t key, uint64_t i);
 uint64_t key_of(const std::string& name);  // a stream for each parameter name
 
 // NaN-safe: passes where |got - want| <= atol + rtol * |want|.
@@ -399,22 +440,25 @@ struct Comparison {
 Comparison compare(const Tensor& got, const Tensor& want, double rtol, double atol);
 std::string to_string(const Comparison& c);
 
-// ---------------------------------------------------------------------------------------------------------------------
-// tensor.cu: the tape. Each op appends the function that computes its inputs' gradients; backward() runs them from the
-// last to the first and drops each after its run, with the activations that only it still held.
+// -------------------------------------------------------------------------------------------------
+// tensor.cu: the tape. Each op appends the function that computes its inputs' gradients; backward()
+// runs them from the last to the first and drops each after its run, with the activations that only
+// it still held.
 
 struct Gradient {
     DType dtype;  // of the tensor that it belongs to, and its shape
     Shape shape;
-    // Null until something is added, unless it is a view into a flat buffer. Outside mode eager a parameter's is 16-bit
-    // where low_precision is set, or where that buffer is.
+    // Null until something is added, unless it is a view into a flat buffer. Outside mode eager a
+    // parameter's is 16-bit where low_precision is set, or where that buffer is.
     Tensor value;
-    bool is_parameter = false;          // then it stays after backward ...
-    bool filled = false;                // ... and this says that it holds something
-    int uses = 0;                       // ops on the tape that still will add to it
-    std::function<void()> ready;        // parameters: called when the last of them has
-    std::function<Tensor()> recompute;  // its tensor, as products take it: linear() then need not keep it for backward
-    Tensor low_precision;               // parameters: as bf16/fp16 products take it, autocast's copy or a half of it
+    bool is_parameter = false;    // then it stays after backward ...
+    bool filled = false;          // ... and this says that it holds something
+    int uses = 0;                 // ops on the tape that still will add to it
+    std::function<void()> ready;  // parameters: called when the last of them has
+    // its tensor, as products take it: linear() then need not keep it for backward
+    std::function<Tensor()> recompute;
+    // parameters: as bf16/fp16 products take it, autocast's copy or a half of it
+    Tensor low_precision;
 };
 using GradientPtr = std::shared_ptr<Gradient>;
 
@@ -423,33 +467,39 @@ struct NoGrad {  // within its scope nothing is recorded
     NoGrad() { context.recording = false; }
     ~NoGrad() { context.recording = before; }
 };
-void record(Tensor& y, const std::vector<Tensor>& inputs, std::function<void(const Tensor& dy)> backward);
+void record(Tensor& y, const std::vector<Tensor>& inputs,
+            std::function<void(const Tensor& dy)> backward);
 void add_gradient(const GradientPtr& g, const Tensor& dx);  // shares dx where it is the first
-// For ops that write or accumulate in their own kernel: the tensor to write to, and whether to add to what it holds.
+// For ops that write or accumulate in their own kernel: the tensor to write to, and whether to add
+// to what it holds.
 Tensor gradient_target(const GradientPtr& g, bool* accumulate);
 // The same for kernels that write g's own dtype only.
-void write_gradient(const GradientPtr& g, const std::function<void(const Tensor& target, bool accumulate)>& write);
+void write_gradient(const GradientPtr& g,
+                    const std::function<void(const Tensor& target, bool accumulate)>& write);
 // With context.recompute: nobody keeps y, since linear's backward calls `again` for it.
 void recompute_by(const Tensor& y, const std::function<Tensor()>& again);
 void backward(const Tensor& loss, float scale = 1);     // dloss = scale; empties the tape
 void backward_from(const Tensor& y, const Tensor& dy);  // the same, from any y
 void clear_tape();
-// Gradient checkpointing (Chen et al., 2016): f(x), of which forward keeps x alone. Backward runs f again, now with a
-// tape. Of what has a gradient f reads x and parameters only; it may itself call checkpoint().
+// Gradient checkpointing (Chen et al., 2016): f(x), of which forward keeps x alone. Backward runs f
+// again, now with a tape. Of what has a gradient f reads x and parameters only; it may itself call
+// checkpoint().
 Tensor checkpoint(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x);
-// Runs f, unless its predicted peak, `needs` bytes, of which `held` are held already, does not fit. Returns 0 if f ran,
-// else `needs`, for oom_cell. row: for stderr.
-size_t run_if_fits(const std::string& row, size_t needs, const std::function<void()>& f, size_t held = 0);
+// Runs f, unless its predicted peak, `needs` bytes, of which `held` are held already, does not fit.
+// Returns 0 if f ran, else `needs`, for oom_cell. row: for stderr.
+size_t run_if_fits(const std::string& row, size_t needs, const std::function<void()>& f,
+                   size_t held = 0);
 
 void scale_in_place(const Tensor& t, float s);
-void scale_in_place(const Tensor& t, const Tensor& s);                    // s: []
-void copy_or_add(const Tensor& to, const Tensor& from, bool accumulate);  // to = from, or to += from; casts
-Tensor detached(const Tensor& t);                                         // same data, no gradient
+void scale_in_place(const Tensor& t, const Tensor& s);  // s: []
+// to = from, or to += from; casts
+void copy_or_add(const Tensor& to, const Tensor& from, bool accumulate);
+Tensor detached(const Tensor& t);          // same data, no gradient
 Tensor require_gradient(const Tensor& t);  // same data, a leaf of its own (tests, toy models)
 
-// ---------------------------------------------------------------------------------------------------------------------
-// tensor.cu: ops, each one kernel that records itself on the tape. Dtypes and broadcasting are PyTorch's (precision.cu
-// explains autocast).
+// -------------------------------------------------------------------------------------------------
+// tensor.cu: ops, each one kernel that records itself on the tape. Dtypes and broadcasting are
+// PyTorch's (precision.cu explains autocast).
 
 using UnaryOp = Tensor(const Tensor& a);
 using BinaryOp = Tensor(const Tensor& a, const Tensor& b);
@@ -472,38 +522,50 @@ Tensor transpose(const Tensor& a, int i, int j);                  // a view
 Tensor slice_last(const Tensor& a, int64_t start, int64_t step);  // a[..., start::step], a view
 Tensor arange(int64_t n);                                         // I32 [n]
 
-// ---------------------------------------------------------------------------------------------------------------------
-// matmul.cu: matrix products, in context.precision: fp32 and tf32 on fp32 operands; bf16 and fp16 on operands that
-// autocast casts. Accumulation is always fp32 (fp64 for F64). On the CPU tf32 is fp32, as in PyTorch.
+// -------------------------------------------------------------------------------------------------
+// matmul.cu: matrix products, in context.precision: fp32 and tf32 on fp32 operands; bf16 and fp16
+// on operands that autocast casts. Accumulation is always fp32 (fp64 for F64). On the CPU tf32 is
+// fp32, as in PyTorch.
 
 // [...,M,K] x [...,K,N] (transpose_b: [...,N,K]) -> [...,M,N]
 Tensor matmul(const Tensor& a, const Tensor& b, bool transpose_b = false);
-Tensor linear(const Tensor& x, const Tensor& weight);  // x [...,K], weight [N,K] -> x weight^T [...,N]
-// linear(f(x), weight) as a checkpoint: backward runs f again, but not this product, whose result it does not read.
-Tensor checkpoint_linear(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x, const Tensor& weight);
-// out = alpha op(a) op(b) + beta out, row-major; leading dimensions are a batch. Not recorded, nothing cast.
-void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b, double alpha = 1,
-          double beta = 0);
+// x [...,K], weight [N,K] -> x weight^T [...,N]
+Tensor linear(const Tensor& x, const Tensor& weight);
+// linear(f(x), weight) as a checkpoint: backward runs f again, but not this product, whose result
+// it does not read.
+Tensor checkpoint_linear(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x,
+                         const Tensor& weight);
+// out = alpha op(a) op(b) + beta out, row-major; leading dimensions are a batch. Not recorded,
+// nothing cast.
+void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b,
+          double alpha = 1, double beta = 0);
 // gemm multiplies fp32 copies: on the CPU, and of bf16 on a card without it (before the A100).
 bool multiplies_copies(Device device, DType dtype);
 size_t planned_peak(const std::function<void()>& run);  // bytes, found on META
-// g += alpha op(a) op(b). Eager adds with a kernel of its own, as autograd does; fused lets the product accumulate.
-void add_gemm(const GradientPtr& g, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b,
-              double alpha = 1);
-DType matmul_dtype(Precision precision = context.precision);  // what autocast casts operands to (F64 stays F64)
-DType weight_dtype(Precision precision = context.precision);  // of a model's weights, gradients and moments
-Tensor autocast_operand(const Tensor& t);  // in matmul_dtype(); a parameter's copy is kept while recording
-void drop_weight_copies(const std::vector<Tensor>& parameters);  // where autocast ends, or the weights change
-void one_blas_thread();                                          // before products inside an OpenMP loop of ours
+// g += alpha op(a) op(b). Eager adds with a kernel of its own, as autograd does; fused lets the
+// product accumulate.
+void add_gemm(const GradientPtr& g, const Tensor& a, bool transpose_a, const Tensor& b,
+              bool transpose_b, double alpha = 1);
+// what autocast casts operands to (F64 stays F64)
+DType matmul_dtype(Precision precision = context.precision);
+// of a model's weights, gradients and moments
+DType weight_dtype(Precision precision = context.precision);
+// in matmul_dtype(); a parameter's copy is kept while recording
+Tensor autocast_operand(const Tensor& t);
+// where autocast ends, or the weights change
+void drop_weight_copies(const std::vector<Tensor>& parameters);
+// before products inside an OpenMP loop of ours
+void one_blas_thread();
 // C = alpha op(A) op(B) + beta C, row-major, C [M,N], by one thread; T: float or double.
 template <class T>
-void blas_product(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* B, int64_t ldb, bool tb, int64_t M,
-                  int64_t N, int64_t K, double alpha, double beta);
+void blas_product(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* B, int64_t ldb,
+                  bool tb, int64_t M, int64_t N, int64_t K, double alpha, double beta);
 
-double dense_peak(Precision precision);                           // TFLOP/s that the card's maker names; NAN: not known
+// TFLOP/s that the card's maker names; NAN: not known
+double dense_peak(Precision precision);
 std::string percent_of_peak(double tflops, Precision precision);  // a cell; "-": not known
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // safetensors.cu: u64 header length | JSON header | little-endian data
 
 struct FileTensor {
@@ -519,16 +581,19 @@ struct SafeTensors {
     std::shared_ptr<Memory> content;
 };
 SafeTensors load_safetensors(const std::string& path);
-void save_safetensors(const std::string& path, const std::vector<std::pair<std::string, FileTensor>>& tensors,
+void save_safetensors(const std::string& path,
+                      const std::vector<std::pair<std::string, FileTensor>>& tensors,
                       const std::map<std::string, std::string>& metadata = {});
-const FileTensor& require_tensor(const SafeTensors& file, const std::string& name, const Shape& shape,
+const FileTensor& require_tensor(const SafeTensors& file, const std::string& name,
+                                 const Shape& shape,
                                  const std::set<std::string>& dtypes);  // -1 in shape: any size
-void require_no_others(const SafeTensors& file, const std::set<std::string>& names, const std::string& what);
+void require_no_others(const SafeTensors& file, const std::set<std::string>& names,
+                       const std::string& what);
 FileTensor describe(const Tensor& cpu_tensor);  // for save_safetensors; points into the tensor
 
-// ---------------------------------------------------------------------------------------------------------------------
-// ranks.cu: one process a rank. A rank that fails, dies or stalls ends the others within the timeout, with one
-// line.
+// -------------------------------------------------------------------------------------------------
+// ranks.cu: one process a rank. A rank that fails, dies or stalls ends the others within the
+// timeout, with one line.
 
 struct Links;  // connections and threads
 struct Communicator {
@@ -538,11 +603,12 @@ struct Communicator {
     int local_gpus = 0;  // that these ranks see together
 };
 bool is_rank();  // the environment says so: that of `--nproc`, torchrun, mpirun or srun
-// Starts n copies of this program with these arguments, waits for all; the exit code of the first that failed, or 0. A
-// rank that is stopped for 0.8 of the timeout has failed. A signal to us ends all.
+// Starts n copies of this program with these arguments, waits for all; the exit code of the first
+// that failed, or 0. A rank that is stopped for 0.8 of the timeout has failed. A signal to us ends
+// all.
 int launch_ranks(int n, const std::vector<std::string>& arguments, double timeout_s = 60);
-// In a rank: sets context.device, connects it with the others, and calls f. Returns the exit code. world: of how many
-// it has to be one, 0: of any number; device, backend: as the options take them.
+// In a rank: sets context.device, connects it with the others, and calls f. Returns the exit code.
+// world: of how many it has to be one, 0: of any number; device, backend: as the options take them.
 int join_ranks(int world, const std::string& device, const std::string& backend, double timeout_s,
                const std::function<void(const Communicator&)>& f);
 std::string why_not(const std::string& backend, Device device, int ranks,
@@ -561,23 +627,30 @@ struct Work {  // a collective under way; the same on all ranks, in the same ord
 };
 using WorkPtr = std::shared_ptr<Work>;
 enum Reduction { SUM, AVERAGE };
-// All in place, fp32 or bf16 (broadcast and all-gather: any), row-major. They start when what is queued on the compute
-// stream is done, and run beside what follows. Rank r owns the r-th of `world` equal parts of t; what reduce_scatter
-// leaves in the others is undefined. own: where this rank's part comes from, or its sum goes to, instead of its place.
-// beside: products run meanwhile; a shared t is scattered, then gathered, which leaves them more multiprocessors.
-WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction reduction, bool beside = false);
+// All in place, fp32 or bf16 (broadcast and all-gather: any), row-major. They start when what is
+// queued on the compute stream is done, and run beside what follows. Rank r owns the r-th of
+// `world` equal parts of t; what reduce_scatter leaves in the others is undefined. own: where this
+// rank's part comes from, or its sum goes to, instead of its place. beside: products run meanwhile;
+// a shared t is scattered, then gathered, which leaves them more multiprocessors.
+WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction reduction,
+                   bool beside = false);
 WorkPtr broadcast(const Communicator& c, const Tensor& t, int root);
-WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, Reduction reduction, const Tensor& own = Tensor());
+WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, Reduction reduction,
+                       const Tensor& own = Tensor());
 WorkPtr all_gather(const Communicator& c, const Tensor& t, const Tensor& own = Tensor());
-// Runs f, on all ranks. What it allocates on a GPU is shared: NCCL's all-gather moves it by copy engines and leaves the
-// multiprocessors to products. Other ranks read it, so its memory goes only by free_shared, on all ranks.
+// Runs f, on all ranks. What it allocates on a GPU is shared: NCCL's all-gather moves it by copy
+// engines and leaves the multiprocessors to products. Other ranks read it, so its memory goes only
+// by free_shared, on all ranks.
 void allocate_shared(const Communicator& c, const std::function<void()>& f);
-void free_shared(const Communicator& c);                // that of buffers which are gone
-void wait(const Communicator& c, const WorkPtr& work);  // NCCL: the compute stream waits, the host does not
-// Runs f behind a collective. NCCL: what f launches runs in a stream of the lowest priority, so in the room that the
-// compute stream leaves; wait() waits for that, too. Gloo: wait() calls f. Until wait() nobody else may touch what f
-// writes, or free what it reads; so f allocates nothing, since memory is freed in the compute stream's order.
+void free_shared(const Communicator& c);  // that of buffers which are gone
+// NCCL: the compute stream waits, the host does not
+void wait(const Communicator& c, const WorkPtr& work);
+// Runs f behind a collective. NCCL: what f launches runs in a stream of the lowest priority, so in
+// the room that the compute stream leaves; wait() waits for that, too. Gloo: wait() calls f. Until
+// wait() nobody else may touch what f writes, or free what it reads; so f allocates nothing, since
+// memory is freed in the compute stream's order.
 void run_behind(const Communicator& c, const WorkPtr& work, const std::function<void()>& f);
 void barrier(const Communicator& c);  // the host waits, also for its device
-// Every rank's text, through the ranks' folder; also a barrier. It waits as long as the others show life.
+// Every rank's text, through the ranks' folder; also a barrier. It waits as long as the others show
+// life.
 std::vector<std::string> gather_text(const Communicator& c, const std::string& text);

@@ -1,5 +1,5 @@
-// lib/matmul.cu: matrix products. [M,K] x [K,N] costs 2MNK FLOPs and at least (MK + KN + MN) elements of traffic. The
-// GPU's products come from cuBLAS, the CPU's from OpenBLAS.
+// lib/matmul.cu: matrix products. [M,K] x [K,N] costs 2MNK FLOPs and at least (MK + KN + MN)
+// elements of traffic. The GPU's products come from cuBLAS, the CPU's from OpenBLAS.
 #include "gpu.h"
 #ifdef __CUDACC__
 #include <cublas_v2.h>
@@ -10,14 +10,17 @@
 #endif
 
 DType matmul_dtype(Precision precision) {
-    return precision == PREC_BF16 || precision == PREC_PURE_BF16 ? BF16 : precision == PREC_FP16 ? F16 : F32;
+    return precision == PREC_BF16 || precision == PREC_PURE_BF16 ? BF16
+           : precision == PREC_FP16                              ? F16
+                                                                 : F32;
 }
 DType weight_dtype(Precision precision) { return precision == PREC_PURE_BF16 ? BF16 : F32; }
 
 struct Matrix {  // the last two dimensions of a tensor; the others are a batch
     char* data;
     DType dtype;
-    int64_t rows, cols, ld, batch, batch_stride;  // ld, batch_stride: elements from one row, one matrix, to the next
+    // ld, batch_stride: elements from one row, one matrix, to the next
+    int64_t rows, cols, ld, batch, batch_stride;
 };
 struct Product {  // C = alpha op(A) op(B) + beta C, row-major; K: the length of its sums
     Matrix C, A, B;
@@ -29,13 +32,15 @@ struct Product {  // C = alpha op(A) op(B) + beta C, row-major; K: the length of
 static Matrix matrix_of(const Tensor& t) {
     if (!is_row_major(t)) { fail("gemm: %s is not row-major", to_string(t.shape).c_str()); }
     int64_t rows = t.dim(-2), cols = t.dim(-1);
-    return {t.data, t.dtype, rows, cols, cols, count(Shape(t.shape.begin(), t.shape.end() - 2)), rows * cols};
+    return {t.data,     t.dtype, rows, cols, cols, count(Shape(t.shape.begin(), t.shape.end() - 2)),
+            rows * cols};
 }
 
 #ifdef __CUDACC__
 static void cublas_check(cublasStatus_t status, const char* call, int line) {
     if (status == CUBLAS_STATUS_SUCCESS) { return; }
-    std::string what = strprintf("lib/matmul.cu:%d: %s: %s", line, call, cublasGetStatusString(status));
+    std::string what =
+        strprintf("lib/matmul.cu:%d: %s: %s", line, call, cublasGetStatusString(status));
     if (status == CUBLAS_STATUS_ALLOC_FAILED) { throw OutOfMemory(0, what + ": out of memory"); }
     throw Failure(1, what);
 }
@@ -47,7 +52,8 @@ static cublasHandle_t new_cublas() {
     CUBLAS_CHECK(cublasSetStream(h, stream()));
     // Or cuBLAS may add up the parts of a long sum in fp16.
     CUBLAS_CHECK(cublasSetMathMode(h, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION));
-    // The workspace is ours (NVIDIA advises 32 MiB on Hopper): seen by the memory log, and fit for graph capture.
+    // The workspace is ours (NVIDIA advises 32 MiB on Hopper): seen by the memory log, and fit for
+    // graph capture.
     static const Tensor workspace = empty_on(CUDA, {32 << 20}, U8, WORKSPACE);
     CUBLAS_CHECK(cublasSetWorkspace(h, workspace.data, workspace.size()));
     return h;
@@ -57,24 +63,31 @@ static cublasHandle_t cublas() {
     return handle;
 }
 void start_cublas() { cublas(); }
-static cudaDataType_t cuda_type(DType t) { return t == BF16 ? CUDA_R_16BF : t == F16 ? CUDA_R_16F : CUDA_R_32F; }
+static cudaDataType_t cuda_type(DType t) {
+    return t == BF16 ? CUDA_R_16BF : t == F16 ? CUDA_R_16F : CUDA_R_32F;
+}
 
-// By cuBLAS. It is column-major: what it sees in our memory is every matrix transposed, and C^T = op(B)^T op(A)^T.
+// By cuBLAS. It is column-major: what it sees in our memory is every matrix transposed, and C^T =
+// op(B)^T op(A)^T.
 static void cublas_product(const Product& p, cublasHandle_t handle = cublas()) {
     const Matrix &C = p.C, &A = p.A, &B = p.B;
     const float alpha = (float)p.alpha, beta = (float)p.beta;
-    cublasComputeType_t compute =
-        context.precision == TF32 && A.dtype == F32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+    cublasComputeType_t compute = context.precision == TF32 && A.dtype == F32
+                                      ? CUBLAS_COMPUTE_32F_FAST_TF32
+                                      : CUBLAS_COMPUTE_32F;
     auto multiply = [&](cublasGemmAlgo_t kernel) {
         return cublasGemmStridedBatchedEx(handle, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
-                                          p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, (int)C.cols, (int)C.rows, (int)p.K,
-                                          &alpha, B.data, cuda_type(B.dtype), (int)B.ld, B.batch_stride, A.data,
-                                          cuda_type(A.dtype), (int)A.ld, A.batch_stride, &beta, C.data,
-                                          cuda_type(C.dtype), (int)C.ld, C.batch_stride, (int)C.batch, compute, kernel);
+                                          p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, (int)C.cols,
+                                          (int)C.rows, (int)p.K, &alpha, B.data, cuda_type(B.dtype),
+                                          (int)B.ld, B.batch_stride, A.data, cuda_type(A.dtype),
+                                          (int)A.ld, A.batch_stride, &beta, C.data,
+                                          cuda_type(C.dtype), (int)C.ld, C.batch_stride,
+                                          (int)C.batch, compute, kernel);
     };
 #if CUBLAS_VERSION >= 130100
-    // Its first choice is not always its fastest (17 % longer for the 2.7B model's gradient of w2). So it tries what it
-    // has at the first product of a large 16-bit shape, unless a graph is being recorded, or there is no room.
+    // Its first choice is not always its fastest (17 % longer for the 2.7B model's gradient of w2).
+    // So it tries what it has at the first product of a large 16-bit shape, unless a graph is being
+    // recorded, or there is no room.
     const bool large = A.dtype != F32 && C.batch == 1 && 2.0 * C.rows * C.cols * p.K >= 1e9;
     if (large && multiply(CUBLAS_GEMM_AUTOTUNE) == CUBLAS_STATUS_SUCCESS) { return; }
 #endif
@@ -89,9 +102,9 @@ static void multiply_cuda(const Product& p) {
         part.K = n, part.beta = beta;
         cublas_product(part);
     };
-    // cuBLAS 13.1 leaves out the last K % 8 summands of some 16-bit products where A is transposed and B is not, as in
-    // a weight's gradient ([4097,1000]^T times [4097,128] for one, on Hopper): they become a product of their own, at
-    // the price of one rounding more where C is 16-bit.
+    // cuBLAS 13.1 leaves out the last K % 8 summands of some 16-bit products where A is transposed
+    // and B is not, as in a weight's gradient ([4097,1000]^T times [4097,128] for one, on Hopper):
+    // they become a product of their own, at the price of one rounding more where C is 16-bit.
     int64_t apart = p.transpose_a && !p.transpose_b && p.A.dtype != F32 && p.K > 8 ? p.K % 8 : 0;
     run(0, p.K - apart, p.beta);
     if (apart > 0) { run(p.K - apart, apart, 1); }
@@ -99,12 +112,13 @@ static void multiply_cuda(const Product& p) {
 #endif
 
 template <class T>
-void blas_product(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* B, int64_t ldb, bool tb, int64_t M,
-                  int64_t N, int64_t K, double alpha, double beta) {
+void blas_product(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* B, int64_t ldb,
+                  bool tb, int64_t M, int64_t N, int64_t K, double alpha, double beta) {
 #ifdef HAVE_OPENBLAS
     CBLAS_TRANSPOSE op_a = ta ? CblasTrans : CblasNoTrans, op_b = tb ? CblasTrans : CblasNoTrans;
     if constexpr (std::is_same<T, float>::value) {
-        cblas_sgemm(CblasRowMajor, op_a, op_b, M, N, K, (float)alpha, A, lda, B, ldb, (float)beta, C, ldc);
+        cblas_sgemm(CblasRowMajor, op_a, op_b, M, N, K, (float)alpha, A, lda, B, ldb, (float)beta,
+                    C, ldc);
     } else {
         cblas_dgemm(CblasRowMajor, op_a, op_b, M, N, K, alpha, A, lda, B, ldb, beta, C, ldc);
     }
@@ -114,24 +128,30 @@ void blas_product(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* 
         for (int64_t j = 0; j < N; j++) { row[j] = beta == 0 ? 0 : row[j] * (T)beta; }
         for (int64_t k = 0; k < K; k++) {
             T x = (T)alpha * (ta ? A[k * lda + i] : A[i * lda + k]);
-            for (int64_t j = 0; j < N; j++) { row[j] += x * (tb ? B[j * ldb + k] : B[k * ldb + j]); }
+            for (int64_t j = 0; j < N; j++) {
+                row[j] += x * (tb ? B[j * ldb + k] : B[k * ldb + j]);
+            }
         }
     }
 #endif
 }
-template void blas_product(float*, int64_t, const float*, int64_t, bool, const float*, int64_t, bool, int64_t, int64_t,
-                           int64_t, double, double);
+template void blas_product(float*, int64_t, const float*, int64_t, bool, const float*, int64_t,
+                           bool, int64_t, int64_t, int64_t, double, double);
 
-// OpenBLAS's own threads and OpenMP's would spin against each other for the same cores (seen: 4 times slower).
+// OpenBLAS's own threads and OpenMP's would spin against each other for the same cores (seen: 4
+// times slower).
 void one_blas_thread() {
 #ifdef HAVE_OPENBLAS
     static const bool once = [] {
         openblas_set_num_threads(1);
-        // Each of our threads needs a buffer, for which OpenBLAS tries for ever where `ulimit -v` forbids it.
+        // Each of our threads needs a buffer, for which OpenBLAS tries for ever where `ulimit -v`
+        // forbids it.
         rlimit space;
         const size_t needs = (size_t)cpu_threads() * 129 << 20;
-        if (getrlimit(RLIMIT_AS, &space) == 0 && space.rlim_cur != RLIM_INFINITY && needs > system_memory()) {
-            fail("out of memory: OpenBLAS needs %zu MiB, %zu are there", needs >> 20, system_memory() >> 20);
+        if (getrlimit(RLIMIT_AS, &space) == 0 && space.rlim_cur != RLIM_INFINITY &&
+            needs > system_memory()) {
+            fail("out of memory: OpenBLAS needs %zu MiB, %zu are there", needs >> 20,
+                 system_memory() >> 20);
         }
         return true;
     }();
@@ -153,14 +173,18 @@ static void multiply_cpu(const Product& p) {
         if (n <= 0) { continue; }
         int64_t row = by_rows ? start : 0, col = by_rows ? 0 : start;
         blas_product((T*)C.data + i * C.batch_stride + row * C.ld + col, C.ld,
-                     (T*)A.data + i * A.batch_stride + (p.transpose_a ? row : row * A.ld), A.ld, p.transpose_a,
-                     (T*)B.data + i * B.batch_stride + (p.transpose_b ? col * B.ld : col), B.ld, p.transpose_b,
-                     by_rows ? n : C.rows, by_rows ? C.cols : n, p.K, p.alpha, p.beta);
+                     (T*)A.data + i * A.batch_stride + (p.transpose_a ? row : row * A.ld), A.ld,
+                     p.transpose_a,
+                     (T*)B.data + i * B.batch_stride + (p.transpose_b ? col * B.ld : col), B.ld,
+                     p.transpose_b, by_rows ? n : C.rows, by_rows ? C.cols : n, p.K, p.alpha,
+                     p.beta);
     }
 }
-static void multiply(const Tensor& out, const Tensor& a, bool ta, const Tensor& b, bool tb, double alpha, double beta) {
+static void multiply(const Tensor& out, const Tensor& a, bool ta, const Tensor& b, bool tb,
+                     double alpha, double beta) {
     Matrix C = matrix_of(out), A = matrix_of(a), B = matrix_of(b);
-    int64_t M = ta ? A.cols : A.rows, K = ta ? A.rows : A.cols, N = tb ? B.rows : B.cols, K_b = tb ? B.cols : B.rows;
+    int64_t M = ta ? A.cols : A.rows, K = ta ? A.rows : A.cols, N = tb ? B.rows : B.cols,
+            K_b = tb ? B.cols : B.rows;
     if (C.rows != M || C.cols != N || K != K_b || A.batch != C.batch || B.batch != C.batch) {
         fail("gemm: %s%s x %s%s -> %s do not fit", to_string(a.shape).c_str(), ta ? "^T" : "",
              to_string(b.shape).c_str(), tb ? "^T" : "", to_string(out.shape).c_str());
@@ -194,8 +218,8 @@ static Tensor fp32_copy(const Tensor& t) {  // exact
     copy_or_add(w, t, false);
     return w;
 }
-static void multiply_copies(const Tensor& out, const Tensor& a, bool ta, const Tensor& b, bool tb, double alpha,
-                            double beta) {
+static void multiply_copies(const Tensor& out, const Tensor& a, bool ta, const Tensor& b, bool tb,
+                            double alpha, double beta) {
     NoGrad no_grad;
     Tensor wa = fp32_copy(a), wb = fp32_copy(b), wide = out;
     bool rounds = out.dtype != F32;  // once, what was computed in fp32
@@ -204,14 +228,17 @@ static void multiply_copies(const Tensor& out, const Tensor& a, bool ta, const T
     multiply(wide, wa, ta, wb, tb, alpha, beta);
     if (rounds) { copy_or_add(out, wide, false); }
 }
-void gemm(const Tensor& out, const Tensor& a, bool ta, const Tensor& b, bool tb, double alpha, double beta) {
+void gemm(const Tensor& out, const Tensor& a, bool ta, const Tensor& b, bool tb, double alpha,
+          double beta) {
     if (a.dtype != b.dtype) { fail("gemm: %s x %s", name_of(a.dtype), name_of(b.dtype)); }
     Range range("matmul");
-    bool copies = out.device() == META ? context.widening && a.dtype != F64 : multiplies_copies(out.device(), a.dtype);
+    bool copies = out.device() == META ? context.widening && a.dtype != F64
+                                       : multiplies_copies(out.device(), a.dtype);
     (copies ? multiply_copies : multiply)(out, a, ta, b, tb, alpha, beta);
 }
 
-void add_gemm(const GradientPtr& g, const Tensor& a, bool ta, const Tensor& b, bool tb, double alpha) {
+void add_gemm(const GradientPtr& g, const Tensor& a, bool ta, const Tensor& b, bool tb,
+              double alpha) {
     if (!g) { return; }
     if (context.mode == EAGER && !g->is_parameter) {
         Tensor d = empty(g->shape, g->dtype);
@@ -238,7 +265,8 @@ Tensor autocast_operand(const Tensor& t) {
         }
         if (parameter && (eager || context.recording)) { t.gradient->low_precision = low; }
     }
-    if (parameter && !eager) { low.gradient = context.recording ? t.gradient : nullptr; }  // stands for the parameter
+    // stands for the parameter
+    if (parameter && !eager) { low.gradient = context.recording ? t.gradient : nullptr; }
     return low;
 }
 void drop_weight_copies(const std::vector<Tensor>& parameters) {
@@ -254,7 +282,8 @@ Tensor matmul(const Tensor& a_in, const Tensor& b_in, bool transpose_b) {
     record(y, {a, b}, [a, b, transpose_b](const Tensor& dy_in) {
         Tensor dy = contiguous(dy_in);
         add_gemm(a.gradient, dy, false, b, !transpose_b);
-        transpose_b ? add_gemm(b.gradient, dy, true, a, false) : add_gemm(b.gradient, a, true, dy, false);
+        transpose_b ? add_gemm(b.gradient, dy, true, a, false)
+                    : add_gemm(b.gradient, a, true, dy, false);
     });
     return y;
 }
@@ -276,15 +305,18 @@ static Tensor linear(const Tensor& x_in, const Tensor& weight, bool compute) {
     return reshape(y, shape);
 }
 Tensor linear(const Tensor& x, const Tensor& weight) { return linear(x, weight, true); }
-Tensor checkpoint_linear(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x, const Tensor& weight) {
+Tensor checkpoint_linear(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x,
+                         const Tensor& weight) {
     // Run again, checkpoint()'s function records, and what it returns is never read.
-    return checkpoint([f, weight](const Tensor& x) { return linear(f(x), weight, !context.recording); }, x);
+    return checkpoint(
+        [f, weight](const Tensor& x) { return linear(f(x), weight, !context.recording); }, x);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// What a card can do at most, by its maker's data sheet: dense products, sums in fp32, TFLOP/s. The 1979 that an H100's
-// sheet has in large print is with sparsity, where half of the operands are zeros; dense it is 989. bf16 is as fast as
-// fp16 where there is bf16 (not on a T4). fp32 is the CUDA cores' rate.
+// -------------------------------------------------------------------------------------------------
+// What a card can do at most, by its maker's data sheet: dense products, sums in fp32, TFLOP/s. The
+// 1979 that an H100's sheet has in large print is with sparsity, where half of the operands are
+// zeros; dense it is 989. bf16 is as fast as fp16 where there is bf16 (not on a T4). fp32 is the
+// CUDA cores' rate.
 struct CardPeak {
     const char* card;  // how the driver's name for it begins; the comma ends a name
     double fp16, tf32, fp32;

@@ -1,7 +1,10 @@
-// lib/ranks.cu: several processes that work as one. Each is a rank with its own GPU, or its share of the CPU's cores.
-//   the launcher     `--nproc N` starts N copies of this program; torchrun, mpirun and srun do the same from outside
-//   the rendezvous   a folder with a file for each thing that a rank tells the others
-//   the communicator all-reduce, broadcast, reduce-scatter, all-gather and barrier on NCCL or Gloo, asynchronous
+// lib/ranks.cu: several processes that work as one. Each is a rank with its own GPU, or its share
+// of the CPU's cores.
+//   the launcher      `--nproc N` starts N copies of this program; torchrun, mpirun and srun do
+//                     the same from outside
+//   the rendezvous    a folder with a file for each thing that a rank tells the others
+//   the communicator  all-reduce, broadcast, reduce-scatter, all-gather and barrier on NCCL or
+//                     Gloo, asynchronous
 #include "lib.h"
 
 #include <chrono>
@@ -38,18 +41,20 @@ constexpr bool HAS_NCCL = true;
 constexpr bool HAS_NCCL = false;
 #endif
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Who am I? The launcher says so in the environment.
 
 struct Identity {
     int rank = -1, world = 1;  // -1: this process was started by hand, as the only one
-    std::string job;           // the same for all ranks of a job and for no other one: run or step, attempt
+    // the same for all ranks of a job and for no other one: run or step, attempt
+    std::string job;
 };
 static int number_in(const char* variable) {
     int value;
     char behind;
     if (sscanf(getenv(variable), "%7d%c", &value, &behind) != 1 || value < 0) {
-        usage_error("environment variable %s: got '%s', takes a whole number", variable, getenv(variable));
+        usage_error("environment variable %s: got '%s', takes a whole number", variable,
+                    getenv(variable));
     }
     return value;
 }
@@ -58,27 +63,34 @@ static Identity identity() {
     auto ask = [&](const char* rank, const char* world, std::initializer_list<const char*> job) {
         if (me.rank >= 0 || !getenv(rank) || !getenv(world)) { return; }
         me.rank = number_in(rank), me.world = number_in(world);
-        if (me.rank >= me.world) { usage_error("rank %d: the world has only %d ranks", me.rank, me.world); }
+        if (me.rank >= me.world) {
+            usage_error("rank %d: the world has only %d ranks", me.rank, me.world);
+        }
         for (const char* name : job) {
             if (const char* value = getenv(name)) { me.job += std::string("-") + value; }
         }
         std::replace(me.job.begin(), me.job.end(), '/', '_');
     };
     // torchrun, and our own launcher. By default a run's id may be "none".
-    ask("RANK", "WORLD_SIZE", {"TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"});
+    ask("RANK", "WORLD_SIZE",
+        {"TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"});
     ask("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", {"PMIX_NAMESPACE"});  // mpirun
     // An interactive shell is a step of one task, and no rank.
-    auto several = [](const char* world) { return getenv(world) && strcmp(getenv(world), "1") != 0; };
+    auto several = [](const char* world) {
+        return getenv(world) && strcmp(getenv(world), "1") != 0;
+    };
     if (several("SLURM_STEP_NUM_TASKS")) {  // srun
-        ask("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"});
+        ask("SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
+            {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"});
     }
     if (several("PMI_SIZE")) { ask("PMI_RANK", "PMI_SIZE", {}); }  // mpiexec of MPICH and Intel MPI
     return me;
 }
 bool is_rank() { return identity().rank >= 0; }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The launcher. It waits for its ranks. If one fails, it kills the rest, which would wait for that rank for ever.
+// -------------------------------------------------------------------------------------------------
+// The launcher. It waits for its ranks. If one fails, it kills the rest, which would wait for that
+// rank for ever.
 
 static const char* const RENDEZVOUS = "CS336_RENDEZVOUS";  // names the folder above the ranks' own
 
@@ -93,15 +105,18 @@ static pid_t start_rank(int r, int n, const std::vector<std::string>& arguments)
         setenv("RANK", std::to_string(r).c_str(), true);
         setenv("WORLD_SIZE", std::to_string(n).c_str(), true);
         setenv(RENDEZVOUS, folder_of_ranks.c_str(), true);
-        setenv("OMP_NUM_THREADS", std::to_string(std::max(1, omp_get_num_procs() / n)).c_str(), false);
+        setenv("OMP_NUM_THREADS", std::to_string(std::max(1, omp_get_num_procs() / n)).c_str(),
+               false);
     });
 }
 
 struct LaunchedRank {
-    pid_t pid;                      // 0: it has ended
-    double stopped_ms = -INFINITY;  // how long it has been stopped, of the time in which we ran; below 0: it runs
+    pid_t pid;  // 0: it has ended
+    // how long it has been stopped, of the time in which we ran; below 0: it runs
+    double stopped_ms = -INFINITY;
 };
-// In ms since `last`, but at most 100: what is more we have slept ourselves, as after Ctrl-Z and fg.
+// In ms since `last`, but at most 100: what is more we have slept ourselves, as after Ctrl-Z and
+// fg.
 static double tick_ms(double* last) {
     const double before = std::exchange(*last, now_ms());
     return std::min(*last - before, 100.0);
@@ -109,7 +124,9 @@ static double tick_ms(double* last) {
 
 int launch_ranks(int n, const std::vector<std::string>& arguments, double timeout_s) {
     folder_of_ranks = (std::filesystem::temp_directory_path() / "cs336-XXXXXX").string();
-    if (!mkdtemp(folder_of_ranks.data())) { fail("%s: %s", folder_of_ranks.c_str(), strerror(errno)); }
+    if (!mkdtemp(folder_of_ranks.data())) {
+        fail("%s: %s", folder_of_ranks.c_str(), strerror(errno));
+    }
     fflush(nullptr);
     EndSignals noted;
     std::vector<LaunchedRank> ranks;
@@ -123,13 +140,15 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, double timeou
         }
     };
     for (double last = now_ms(); left > 0; usleep(5000)) {
-        if (const int number = EndSignals::seen()) { end_all(128 + number, ""); }  // main() ends by this signal
+        // main() ends by this signal
+        if (const int number = EndSignals::seen()) { end_all(128 + number, ""); }
         const double tick = tick_ms(&last);
         for (int r = 0; r < n; r++) {
             LaunchedRank& rank = ranks[r];
             const std::string name = strprintf("rank %d (process %d)", r, (int)rank.pid);
             int status = 0;
-            const pid_t pid = rank.pid ? waitpid(rank.pid, &status, WNOHANG | WUNTRACED | WCONTINUED) : 0;
+            const pid_t pid =
+                rank.pid ? waitpid(rank.pid, &status, WNOHANG | WUNTRACED | WCONTINUED) : 0;
             rank.stopped_ms += tick;
             if (pid > 0 && WIFSTOPPED(status)) {
                 rank.stopped_ms = 0;
@@ -139,13 +158,16 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, double timeou
                 rank = {0}, left--;
                 const int number = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
                 if (number) {
-                    end_all(1, strprintf("%s was killed by signal %d (%s)", name.c_str(), number, strsignal(number)));
+                    end_all(1, strprintf("%s was killed by signal %d (%s)", name.c_str(), number,
+                                         strsignal(number)));
                 } else if (WEXITSTATUS(status) != 0) {
                     end_all(WEXITSTATUS(status), "");  // it has said why
                 }
             }
-            if (rank.stopped_ms > 0.8e3 * timeout_s) {  // 0.8, so that all is over within the timeout
-                end_all(1, strprintf("%s has been stopped for %.1f s", name.c_str(), rank.stopped_ms / 1e3));
+            // 0.8, so that all is over within the timeout
+            if (rank.stopped_ms > 0.8e3 * timeout_s) {
+                end_all(1, strprintf("%s has been stopped for %.1f s", name.c_str(),
+                                     rank.stopped_ms / 1e3));
             }
         }
     }
@@ -153,9 +175,10 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, double timeou
     return code;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// A rank's connections, and its watchdog: a thread that ends the process where a collective does not end, since the
-// main thread may wait in it. That another rank is dead or stopped is its launcher's business.
+// -------------------------------------------------------------------------------------------------
+// A rank's connections, and its watchdog: a thread that ends the process where a collective does
+// not end, since the main thread may wait in it. That another rank is dead or stopped is its
+// launcher's business.
 
 struct Links {
     double timeout_s = 60;
@@ -197,8 +220,8 @@ struct Collective {
 
 static size_t bytes_of(const Tensor& t) { return t.size() * size_of(t.dtype); }
 
-// A rank's end ends the others. So those who only notice it wait, and one line tells the cause; where all see the
-// cause, the lowest rank tells it.
+// A rank's end ends the others. So those who only notice it wait, and one line tells the cause;
+// where all see the cause, the lowest rank tells it.
 [[noreturn]] static void give_up(int rank, int exit_code, const std::string& why) {
     usleep(500000 + 100000 * std::min(rank, 10));
     note("cs336: rank %d: %s", rank, why.c_str());
@@ -213,7 +236,9 @@ static bool has_ended(const Work& work) {
 #endif
     return work.finished;
 }
-static std::string life_of(int rank) { return strprintf("%s/life.%d", folder_of_ranks.c_str(), rank); }
+static std::string life_of(int rank) {
+    return strprintf("%s/life.%d", folder_of_ranks.c_str(), rank);
+}
 static void watch(Links& l) {
 #ifdef WITH_NCCL
     if (context.device == CUDA) {
@@ -222,17 +247,21 @@ static void watch(Links& l) {
 #endif
     const std::chrono::duration<double> turn(std::min(0.5, 0.1 * l.timeout_s));
     WorkPtr oldest;
-    double waited_s = 0;  // for it; turns are counted, since a clock also runs while the whole job is paused
+    // for it; turns are counted, since a clock also runs while the whole job is paused
+    double waited_s = 0;
     std::unique_lock<std::mutex> lock(l.mutex);
     for (int turns = 0; !l.changed.wait_for(lock, turn, [&] { return l.stopping; }); turns++) {
         std::ofstream(life_of(l.rank)) << turns;
         while (!l.under_way.empty() && has_ended(*l.under_way.front())) { l.under_way.pop_front(); }
-        const WorkPtr before = std::exchange(oldest, l.under_way.empty() ? nullptr : l.under_way.front());
+        const WorkPtr before =
+            std::exchange(oldest, l.under_way.empty() ? nullptr : l.under_way.front());
         waited_s = oldest && oldest == before ? waited_s + turn.count() : 0;
         if (waited_s > l.timeout_s) {
-            give_up(l.rank, 1,
-                    strprintf("%s number %u has not ended within %g s: a rank is gone, or calls another one",
-                              oldest->what, oldest->number, l.timeout_s));
+            give_up(
+                l.rank, 1,
+                strprintf(
+                    "%s number %u has not ended within %g s: a rank is gone, or calls another one",
+                    oldest->what, oldest->number, l.timeout_s));
         }
     }
 }
@@ -253,8 +282,8 @@ std::vector<std::string> gather_text(const Communicator& c, const std::string& t
             before = life;
             if (waited_ms > 1e3 * limit_s) {
                 fail("rank %d of %d %s %s within %g s (all ranks need one folder: %s)", r, c.world,
-                     life.empty() ? "did not come to" : "shows no life in", folder_of_ranks.c_str(), limit_s,
-                     RENDEZVOUS);
+                     life.empty() ? "did not come to" : "shows no life in", folder_of_ranks.c_str(),
+                     limit_s, RENDEZVOUS);
             }
             usleep(1000);
         }
@@ -263,8 +292,9 @@ std::vector<std::string> gather_text(const Communicator& c, const std::string& t
     return all;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Gloo: one worker thread takes the collectives in order, which is the same on every rank; each has its own tag.
+// -------------------------------------------------------------------------------------------------
+// Gloo: one worker thread takes the collectives in order, which is the same on every rank; each has
+// its own tag.
 
 #ifdef HAVE_GLOO
 static std::string first_line(const std::exception& e) {  // Gloo's messages have several
@@ -279,9 +309,11 @@ static void connect_gloo(Communicator& c) {
     } else if (c.local_world == c.world) {
         attributes.hostname = "127.0.0.1";
     } else {  // Gloo would take what the host's name resolves to, often 127.0.1.1 or nothing
-        fail("Gloo on several machines: set GLOO_SOCKET_IFNAME to the network's name, such as eth0");
+        fail(
+            "Gloo on several machines: set GLOO_SOCKET_IFNAME to the network's name, such as eth0");
     }
-    signal(SIGPIPE, SIG_IGN);  // what Gloo writes to a rank that is gone fails, and the rank stays to say so
+    // what Gloo writes to a rank that is gone fails, and the rank stays to say so
+    signal(SIGPIPE, SIG_IGN);
     try {
         auto device = gloo::transport::tcp::CreateDevice(attributes);
         l.gloo = std::make_shared<gloo::rendezvous::Context>(c.rank, c.world);
@@ -336,7 +368,8 @@ static void run_on_gloo(Links& l, const Collective& x, uint32_t tag) {
         options.setOutput(x.t.data, bytes);  // in place: no input
         gloo::allgather(options);
     } else {
-        gloo_all_reduce(l, x.t, tag, x.how);  // Gloo's own reduce-scatter spoils its connections for what comes after
+        // Gloo's own reduce-scatter spoils its connections for what comes after
+        gloo_all_reduce(l, x.t, tag, x.how);
         if (x.own) { memcpy(x.own.data, x.t.data + l.rank * part, part); }
     }
 }
@@ -365,13 +398,15 @@ static void start_on_gloo(Links& l, const WorkPtr& work, Collective x) {
 static void start_on_gloo(Links&, const WorkPtr&, const Collective&) {}
 #endif
 
-// ---------------------------------------------------------------------------------------------------------------------
-// NCCL runs on streams of its own. They wait by an event for the compute stream before each collective, and it waits
-// for them afterwards. The host waits for neither. Gathers run beside reduce-scatters: these have their own
-// communicator.
+// -------------------------------------------------------------------------------------------------
+// NCCL runs on streams of its own. They wait by an event for the compute stream before each
+// collective, and it waits for them afterwards. The host waits for neither. Gathers run beside
+// reduce-scatters: these have their own communicator.
 
 #ifdef WITH_NCCL
-static void await(cudaStream_t s, const Mark& m) { CUDA_CHECK(cudaStreamWaitEvent(s, (cudaEvent_t)m.event.get())); }
+static void await(cudaStream_t s, const Mark& m) {
+    CUDA_CHECK(cudaStreamWaitEvent(s, (cudaEvent_t)m.event.get()));
+}
 static void nccl_check(ncclResult_t result, const char* call) {
     if (result == ncclSuccess) { return; }
     fail("%s: %s (%s)", call, ncclGetErrorString(result), ncclGetLastError(nullptr));
@@ -417,7 +452,8 @@ static void connect_nccl(Communicator& c) {
         CUDA_CHECK(cudaStreamCreateWithPriority(&lane.stream, cudaStreamNonBlocking, greatest));
     }
     CUDA_CHECK(cudaStreamCreateWithPriority(&l.behind, cudaStreamNonBlocking, least));
-    if (c.local_world == c.world) { setenv("NCCL_SOCKET_IFNAME", "lo", false); }  // nobody else reaches its ports
+    // nobody else reaches its ports
+    if (c.local_world == c.world) { setenv("NCCL_SOCKET_IFNAME", "lo", false); }
     ncclUniqueId id{};
     if (c.rank == 0) { NCCL_CHECK(ncclGetUniqueId(&id)); }
     memcpy(&id, gather_text(c, std::string((const char*)&id, sizeof id))[0].data(), sizeof id);
@@ -432,7 +468,9 @@ static void connect_nccl(Communicator& c) {
     NCCL_CHECK(ncclCommSplit(nccl, 0, c.rank, &l.lanes[0].nccl, nullptr));
 }
 static ncclDataType_t nccl_type(DType t) {
-    if (t != F32 && t != BF16) { fail("NCCL: %s tensors are not for collectives here", name_of(t)); }
+    if (t != F32 && t != BF16) {
+        fail("NCCL: %s tensors are not for collectives here", name_of(t));
+    }
     return t == F32 ? ncclFloat32 : ncclBfloat16;
 }
 // When `ready` is reached. Returns begin and end.
@@ -448,7 +486,8 @@ static std::pair<Mark, Mark> enqueue(Links& l, const Collective& x, const Mark& 
     } else if (x.kind == Collective::BROADCAST) {
         NCCL_CHECK(ncclBroadcast(data, data, bytes, ncclInt8, x.root, nccl, stream));
     } else if (x.kind == Collective::REDUCE_SCATTER) {
-        NCCL_CHECK(ncclReduceScatter(data, own, n / l.world, nccl_type(x.t.dtype), op, nccl, stream));
+        NCCL_CHECK(
+            ncclReduceScatter(data, own, n / l.world, nccl_type(x.t.dtype), op, nccl, stream));
     } else {
         NCCL_CHECK(ncclAllGather(own, data, part, ncclInt8, nccl, stream));
     }
@@ -461,8 +500,10 @@ static void start_on_nccl(Links& l, const WorkPtr& work, const Collective& x) {
     apart = x.beside && x.t.size() % l.world == 0 && x.t.memory->places == l.windows;
 #endif
     if (apart) {
-        const auto [begin, scattered] = enqueue(l, {Collective::REDUCE_SCATTER, x.t, x.how}, mark());
-        work->begin = begin, work->end = enqueue(l, {Collective::ALL_GATHER, x.t}, scattered).second;
+        const auto [begin, scattered] =
+            enqueue(l, {Collective::REDUCE_SCATTER, x.t, x.how}, mark());
+        work->begin = begin,
+        work->end = enqueue(l, {Collective::ALL_GATHER, x.t}, scattered).second;
     } else {
         std::tie(work->begin, work->end) = enqueue(l, x, mark());
     }
@@ -473,7 +514,7 @@ static void start_on_nccl(Links& l, const WorkPtr& work, const Collective& x) {
 static void start_on_nccl(Links&, const WorkPtr&, const Collective&) {}
 #endif
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The collectives. Each is started, and finished by wait().
 
 static WorkPtr start(const Communicator& c, const Collective& x) {
@@ -504,7 +545,9 @@ WorkPtr all_gather(const Communicator& c, const Tensor& t, const Tensor& own) {
 
 void allocate_shared([[maybe_unused]] const Communicator& c, const std::function<void()>& f) {
 #ifdef WITH_WINDOWS
-    if (context.device == CUDA && c.links && c.links->windows) { return allocate_in(c.links->windows, f); }
+    if (context.device == CUDA && c.links && c.links->windows) {
+        return allocate_in(c.links->windows, f);
+    }
 #endif
     f();
 }
@@ -528,7 +571,8 @@ void wait(const Communicator& c, const WorkPtr& work) {
     lock.unlock();
     if (auto f = std::exchange(work->behind, nullptr)) { f(); }
 }
-void run_behind([[maybe_unused]] const Communicator& c, const WorkPtr& work, const std::function<void()>& f) {
+void run_behind([[maybe_unused]] const Communicator& c, const WorkPtr& work,
+                const std::function<void()>& f) {
     if (!work) { return f(); }  // META
 #ifdef WITH_NCCL
     if (Links& l = *c.links; c.backend == "nccl") {
@@ -547,7 +591,7 @@ void barrier(const Communicator& c) {
     synchronize();
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // From the environment to a communicator, and back
 
 std::string why_not(const std::string& backend, Device device, int n, int gpus) {
@@ -562,20 +606,26 @@ std::string why_not(const std::string& backend, Device device, int n, int gpus) 
 
 static void make_folder_of_ranks(const Identity& me) {
     const char *where = getenv(RENDEZVOUS), *file = getenv("TORCHELASTIC_ERROR_FILE");
-    // In a machine's own folder the ranks' parent tells jobs apart, too, or torchrun's folder, since a script may stand
-    // between: the error file is FOLDER/attempt_0/RANK/error.json.
-    const std::filesystem::path job = std::filesystem::path(file ? file : "").parent_path().parent_path().parent_path();
+    // In a machine's own folder the ranks' parent tells jobs apart, too, or torchrun's folder,
+    // since a script may stand between: the error file is FOLDER/attempt_0/RANK/error.json.
+    const std::filesystem::path job =
+        std::filesystem::path(file ? file : "").parent_path().parent_path().parent_path();
     const std::string above = where ? where : std::filesystem::temp_directory_path().string(),
-                      parent = where ? "" : "-" + (file ? job.filename().string() : std::to_string(getppid())),
+                      parent = where ? ""
+                                     : "-" + (file ? job.filename().string()
+                                                   : std::to_string(getppid())),
                       folder = above + "/cs336-" + std::to_string(getuid()) + parent + me.job;
     struct stat s;
     if ((mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) || lstat(folder.c_str(), &s) != 0 ||
         !S_ISDIR(s.st_mode) || s.st_uid != getuid() || (s.st_mode & 077) != 0) {
-        fail("%s: cannot be the ranks' folder, which only its owner may enter; %s names the one above", folder.c_str(),
-             RENDEZVOUS);
+        fail(
+            "%s: cannot be the ranks' folder, which only its owner may enter; %s names the one "
+            "above",
+            folder.c_str(), RENDEZVOUS);
     }
     if (access(strprintf("%s/0.%d", folder.c_str(), me.rank).c_str(), F_OK) == 0) {
-        fail("%s: holds an earlier job's files (remove it), or two ranks have one number", folder.c_str());
+        fail("%s: holds an earlier job's files (remove it), or two ranks have one number",
+             folder.c_str());
     }
     folder_of_ranks = folder;
 }
@@ -598,7 +648,8 @@ static int find_local_ranks(Communicator& c) {
 }
 
 // By default NCCL where every rank of rank 0's machine has a GPU; else Gloo, on the CPU.
-static void choose_device_and_backend(Communicator& c, const std::string& device, const std::string& backend, int gpu) {
+static void choose_device_and_backend(Communicator& c, const std::string& device,
+                                      const std::string& backend, int gpu) {
     const std::string why = why_not("nccl", CUDA, c.local_world, c.local_gpus);
     const bool by_default = device == "cuda" || (device == "auto" && why.empty());
     c.backend = gather_text(c, backend != "auto" ? backend : by_default ? "nccl" : "gloo")[0];
@@ -654,7 +705,9 @@ static void disconnect_ranks(Communicator& c) {
     // The last one removes the folder, since the others have yet to read from it.
     save_file(strprintf("%s/done.%d", folder_of_ranks.c_str(), c.rank), "");
     for (int r = 0; r < c.world; r++) {
-        if (access(strprintf("%s/done.%d", folder_of_ranks.c_str(), r).c_str(), F_OK) != 0) { return; }
+        if (access(strprintf("%s/done.%d", folder_of_ranks.c_str(), r).c_str(), F_OK) != 0) {
+            return;
+        }
     }
     remove_folder_of_ranks();
 }

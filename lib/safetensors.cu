@@ -1,11 +1,14 @@
-// lib/safetensors.cu: tensors in files, in the format of https://github.com/huggingface/safetensors:
+// lib/safetensors.cu: tensors in files, in the format of
+// https://github.com/huggingface/safetensors:
 //
-//   u64 N, little-endian | N bytes of JSON, padded with spaces | the data of all tensors, little-endian, row-major
+//   u64 N, little-endian | N bytes of JSON, padded with spaces |
+//   the data of all tensors, little-endian, row-major
 //   {"__metadata__": {"step": "7"},
 //    "lm_head.weight": {"dtype": "F32", "shape": [10, 4], "data_offsets": [0, 160]}, ...}
 //
-// Offsets count from the end of the header. The tensors cover the data exactly: no holes, no overlaps, nothing after
-// the last. A file is taken as a whole or not at all, because a wrong weight looks just like a right one.
+// Offsets count from the end of the header. The tensors cover the data exactly: no holes, no
+// overlaps, nothing after the last. A file is taken as a whole or not at all, because a wrong
+// weight looks just like a right one.
 #include "lib.h"
 
 #include <filesystem>
@@ -17,7 +20,8 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the file's numbers are
 
 constexpr uint64_t MAX_HEADER = 100000000;  // bytes; the limit of the reference implementation
 static const char* const METADATA = "__metadata__";
-static const char* const FILE_DTYPES[] = {"F32", "F16", "BF16", "F64", "I32", "U8", "I64"};  // as DType, and I64
+// as DType, and I64
+static const char* const FILE_DTYPES[] = {"F32", "F16", "BF16", "F64", "I32", "U8", "I64"};
 
 // Bytes per element; 0 for a dtype that we do not know.
 static size_t size_of_dtype(const std::string& dtype) {
@@ -31,7 +35,7 @@ static std::string shown(const json& value) {
     return text.size() <= 200 ? text : text.substr(0, 197) + "...";
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Reading
 
 // A list of whole numbers. One that is beyond int64 comes out negative.
@@ -42,7 +46,8 @@ static std::vector<int64_t> sizes_in(const json& list) {
     return list.get<std::vector<int64_t>>();
 }
 
-// False: the entry is no tensor that lies within the data, or its shape is not of as many bytes as its data_offsets.
+// False: the entry is no tensor that lies within the data, or its shape is not of as many bytes as
+// its data_offsets.
 static bool read_tensor(const json& entry, const char* data, size_t data_bytes, FileTensor* t) {
     std::vector<int64_t> offsets;
     try {
@@ -51,7 +56,9 @@ static bool read_tensor(const json& entry, const char* data, size_t data_bytes, 
     } catch (const json::exception&) { return false; }
     t->bytes = size_of_dtype(t->dtype);
     bool fits = t->bytes > 0 && offsets.size() == 2;
-    for (int64_t d : t->shape) { fits = fits && d >= 0 && !__builtin_mul_overflow(t->bytes, (size_t)d, &t->bytes); }
+    for (int64_t d : t->shape) {
+        fits = fits && d >= 0 && !__builtin_mul_overflow(t->bytes, (size_t)d, &t->bytes);
+    }
     if (!fits) { return false; }
     const size_t begin = offsets[0], end = offsets[1];
     if (begin > end || end > data_bytes || end - begin != t->bytes) { return false; }
@@ -65,34 +72,45 @@ static void check_layout(const SafeTensors& file, const char* data, size_t data_
     const char* end = data;  // of the tensors so far
     for (const auto& [at, bytes, name] : order) {
         if (at != end) {
-            fail("%s: tensor %s: a hole or an overlap before its data", file.path.c_str(), shown(name).c_str());
+            fail("%s: tensor %s: a hole or an overlap before its data", file.path.c_str(),
+                 shown(name).c_str());
         }
         end += bytes;
     }
     const size_t all = end - data;
-    if (all != data_bytes) { fail("%s: expected %zu bytes of data, found %zu", file.path.c_str(), all, data_bytes); }
+    if (all != data_bytes) {
+        fail("%s: expected %zu bytes of data, found %zu", file.path.c_str(), all, data_bytes);
+    }
 }
 
 SafeTensors load_safetensors(const std::string& path) {
     std::error_code error;
-    const size_t bytes = std::filesystem::file_size(path, error);  // an error for what is no regular file, too
+    // an error for what is no regular file, too
+    const size_t bytes = std::filesystem::file_size(path, error);
     std::ifstream input(error ? "" : path, std::ios::binary);
-    if (!input) { fail("%s: cannot be opened: %s", path.c_str(), error ? error.message().c_str() : strerror(errno)); }
+    if (!input) {
+        fail("%s: cannot be opened: %s", path.c_str(),
+             error ? error.message().c_str() : strerror(errno));
+    }
     // Not mapped: if another process cut a mapped file short, a lost page would kill us.
     auto read_next = [&](void* to, size_t n) {
-        if (!input.read((char*)to, n)) { fail("%s: its %zu bytes cannot be read", path.c_str(), bytes); }
+        if (!input.read((char*)to, n)) {
+            fail("%s: its %zu bytes cannot be read", path.c_str(), bytes);
+        }
     };
     uint64_t header_bytes;
     read_next(&header_bytes, 8);
     const uint64_t limit = std::min<uint64_t>(bytes - 8, MAX_HEADER);
     if (header_bytes > limit) {
-        fail("%s: expected a safetensors file (a .pt is none), with a header of at most %zu bytes", path.c_str(),
-             limit);
+        fail("%s: expected a safetensors file (a .pt is none), with a header of at most %zu bytes",
+             path.c_str(), limit);
     }
     std::string text(header_bytes, ' ');
     read_next(text.data(), header_bytes);
     auto watch = [&](int depth, json::parse_event_t, json&) {  // dump() would follow any depth
-        if (depth > 3) { fail("%s: header: expected no more than three levels of nesting", path.c_str()); }
+        if (depth > 3) {
+            fail("%s: header: expected no more than three levels of nesting", path.c_str());
+        }
         return true;
     };
     const json header = json::parse(text, watch, false);
@@ -103,49 +121,63 @@ SafeTensors load_safetensors(const std::string& path) {
     for (const auto& [name, entry] : header.items()) {
         if (name == METADATA) { continue; }
         if (!read_tensor(entry, data, data_bytes, &file.tensors[name])) {
-            fail("%s: tensor %s: expected a known dtype, and data_offsets of the shape's bytes within %zu, found %s",
-                 path.c_str(), shown(name).c_str(), data_bytes, shown(entry).c_str());
+            fail(
+                "%s: tensor %s: expected a known dtype, and data_offsets of the shape's bytes "
+                "within %zu, found %s",
+                path.c_str(), shown(name).c_str(), data_bytes, shown(entry).c_str());
         }
     }
     check_layout(file, data, data_bytes);
     read_next(data, data_bytes);
     try {
-        if (header.contains(METADATA) && !header[METADATA].is_null()) { header[METADATA].get_to(file.metadata); }
-    } catch (const json::exception&) { fail("%s: %s: expected an object of strings", path.c_str(), METADATA); }
+        if (header.contains(METADATA) && !header[METADATA].is_null()) {
+            header[METADATA].get_to(file.metadata);
+        }
+    } catch (const json::exception&) {
+        fail("%s: %s: expected an object of strings", path.c_str(), METADATA);
+    }
     return file;
 }
 
-void require_no_others(const SafeTensors& file, const std::set<std::string>& names, const std::string& what) {
+void require_no_others(const SafeTensors& file, const std::set<std::string>& names,
+                       const std::string& what) {
     for (const auto& [name, t] : file.tensors) {
-        if (!names.count(name)) { fail("%s: tensor %s: not %s", file.path.c_str(), shown(name).c_str(), what.c_str()); }
+        if (!names.count(name)) {
+            fail("%s: tensor %s: not %s", file.path.c_str(), shown(name).c_str(), what.c_str());
+        }
     }
 }
 
-const FileTensor& require_tensor(const SafeTensors& file, const std::string& name, const Shape& shape,
-                                 const std::set<std::string>& dtypes) {
+const FileTensor& require_tensor(const SafeTensors& file, const std::string& name,
+                                 const Shape& shape, const std::set<std::string>& dtypes) {
     const std::string where = file.path + ": tensor " + shown(name);
     auto found = file.tensors.find(name);
     if (found == file.tensors.end()) {
         json names = json::array();
         for (const auto& entry : file.tensors) { names.push_back(entry.first); }
-        fail("%s: not found among the file's %zu tensors: %s", where.c_str(), names.size(), shown(names).c_str());
+        fail("%s: not found among the file's %zu tensors: %s", where.c_str(), names.size(),
+             shown(names).c_str());
     }
     const FileTensor& t = found->second;
     bool fits = dtypes.count(t.dtype) > 0 && t.shape.size() == shape.size();
-    for (size_t i = 0; fits && i < shape.size(); i++) { fits = shape[i] == -1 || shape[i] == t.shape[i]; }
+    for (size_t i = 0; fits && i < shape.size(); i++) {
+        fits = shape[i] == -1 || shape[i] == t.shape[i];
+    }
     if (!fits) {
         std::vector<std::string> sizes;
         for (int64_t d : shape) { sizes.push_back(d == -1 ? "any" : std::to_string(d)); }
-        fail("%s: expected %s [%s], found %s %s", where.c_str(), join({dtypes.begin(), dtypes.end()}, " or ").c_str(),
-             join(sizes, ", ").c_str(), t.dtype.c_str(), to_string(t.shape).c_str());
+        fail("%s: expected %s [%s], found %s %s", where.c_str(),
+             join({dtypes.begin(), dtypes.end()}, " or ").c_str(), join(sizes, ", ").c_str(),
+             t.dtype.c_str(), to_string(t.shape).c_str());
     }
     return t;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Writing. Wide dtypes come first, so that every tensor starts at a multiple of its element size.
 
-void save_safetensors(const std::string& path, const std::vector<std::pair<std::string, FileTensor>>& tensors,
+void save_safetensors(const std::string& path,
+                      const std::vector<std::pair<std::string, FileTensor>>& tensors,
                       const std::map<std::string, std::string>& metadata) {
     auto order = tensors;
     std::stable_sort(order.begin(), order.end(), [](const auto& a, const auto& b) {
@@ -155,7 +187,8 @@ void save_safetensors(const std::string& path, const std::vector<std::pair<std::
     if (!metadata.empty()) { header[METADATA] = metadata; }
     size_t end = 0;
     for (const auto& [name, t] : order) {
-        header[name] = {{"dtype", t.dtype}, {"shape", t.shape}, {"data_offsets", {end, end + t.bytes}}};
+        header[name] = {
+            {"dtype", t.dtype}, {"shape", t.shape}, {"data_offsets", {end, end + t.bytes}}};
         end += t.bytes;
     }
     std::string text = header.dump(-1, ' ', false, json::error_handler_t::replace);

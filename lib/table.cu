@@ -1,4 +1,5 @@
-// lib/table.cu: tables and answers on stdout, as Markdown, or as csv, where captions and answers begin with #.
+// lib/table.cu: tables and answers on stdout, as Markdown, or as csv, where captions and answers
+// begin with #.
 #include "lib.h"
 
 std::string oom_cell(size_t bytes) { return strprintf("OOM (%.1f GiB)", bytes / 1073741824.0); }
@@ -14,7 +15,8 @@ static void write_block(const std::string& block) {  // blocks are parted by an 
     is_first = false;
     signal(SIGPIPE, SIG_IGN);  // or a closed pipe would kill us before fwrite could tell
     if (fwrite(text.data(), 1, text.size(), stdout) != text.size() || fflush(stdout) != 0) {
-        throw Failure(errno == EPIPE ? 128 + SIGPIPE : 1, strprintf("cannot write to stdout: %s", strerror(errno)));
+        throw Failure(errno == EPIPE ? 128 + SIGPIPE : 1,
+                      strprintf("cannot write to stdout: %s", strerror(errno)));
     }
 }
 
@@ -23,10 +25,13 @@ static size_t width(const std::string& text) {
     return std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; });
 }
 static bool is_number(const std::string& cell) {
-    return cell.find_first_not_of("+-0123456789.e%x ") == std::string::npos || cell.compare(0, 3, "OOM") == 0;
+    return cell.find_first_not_of("+-0123456789.e%x ") == std::string::npos ||
+           cell.compare(0, 3, "OOM") == 0;
 }
 static void escape(std::string& cell, char c, const char* with) {
-    for (size_t at = 0; (at = cell.find(c, at)) != std::string::npos; at += 2) { cell.insert(at, with); }
+    for (size_t at = 0; (at = cell.find(c, at)) != std::string::npos; at += 2) {
+        cell.insert(at, with);
+    }
 }
 static std::string markdown(const Table& table) {
     std::vector<std::vector<std::string>> lines = {table.columns};
@@ -44,7 +49,8 @@ static std::string markdown(const Table& table) {
     std::string text = one_line(table.caption) + "\n\n", rule;
     for (size_t i = 0; i < lines.size(); i++) {
         for (size_t j = 0; j < widths.size(); j++) {
-            const std::string spaces(widths[j] - width(lines[i][j]), ' '), dashes(widths[j] - 1, '-');
+            const std::string spaces(widths[j] - width(lines[i][j]), ' '),
+                dashes(widths[j] - 1, '-');
             text += "| " + (right[j] ? spaces + lines[i][j] : lines[i][j] + spaces) + " ";
             rule += "| " + (right[j] ? dashes + ": " : "-" + dashes + " ");
         }
@@ -74,7 +80,9 @@ void print(const Table& table) {
     static bool is_first = true;
     Table t = table;
     for (const auto& row : t.rows) {
-        if (row.size() != t.columns.size()) { fail("table '%s': a row of %zu cells", t.caption.c_str(), row.size()); }
+        if (row.size() != t.columns.size()) {
+            fail("table '%s': a row of %zu cells", t.caption.c_str(), row.size());
+        }
     }
     if (is_first && !printed_to) { t.caption += "; " + origin(), is_first = false; }
     write_block(context.csv ? csv(t) : markdown(t));
@@ -85,7 +93,8 @@ void answer(const char* part, const char* format, ...) {
     va_start(arguments, format);
     const std::string text = one_line(vstrprintf(format, arguments));
     va_end(arguments);
-    const bool plain = context.csv || (!printed_to && isatty(STDOUT_FILENO));  // nobody renders a terminal's Markdown
+    // nobody renders a terminal's Markdown
+    const bool plain = context.csv || (!printed_to && isatty(STDOUT_FILENO));
     const std::string letter = *part ? strprintf(plain ? "(%s) " : "**(%s)** ", part) : "";
     write_block((context.csv ? "# " : "") + letter + text + "\n");
 }

@@ -1,13 +1,14 @@
 // lib/tensor.cu: tensors, the tape that autograd replays, and one kernel per operation.
 //
-// This file is what "PyTorch eager" means: every operation is one kernel that reads its operands from memory, writes
-// its result back, and leaves on a tape what its backward needs. --mode eager runs the handout's model on these ops,
+// This file is what "PyTorch eager" means: every operation is one kernel that reads its operands
+// from memory, writes its result back, and leaves on a tape what its backward needs. --mode eager
+// runs the handout's model on these ops,
 // --mode fused on hand-fused kernels that record themselves on the same tape.
 #include "gpu.h"
 
 constexpr int MAX_DIMS = 5;
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Tensors
 
 int64_t count(const Shape& shape) {
@@ -104,7 +105,8 @@ Tensor to_device(const Tensor& t, Device device) {
     return result;
 }
 
-// The value of element i as the type A that arithmetic runs in: float, or double for F64 tensors (CPU only).
+// The value of element i as the type A that arithmetic runs in: float, or double for F64 tensors
+// (CPU only).
 template <class A>
 HD A load(const char* data, DType t, int64_t i) {
     switch (t) {
@@ -141,7 +143,8 @@ std::vector<float> to_floats(const Tensor& t) {
     return std::vector<float>(values.begin(), values.end());
 }
 template <class From>
-static Tensor from_values(const std::vector<From>& values, const Shape& shape, DType dtype, Category category) {
+static Tensor from_values(const std::vector<From>& values, const Shape& shape, DType dtype,
+                          Category category) {
     if ((int64_t)values.size() != count(shape)) {
         fail("%zu values for shape %s", values.size(), to_string(shape).c_str());
     }
@@ -152,11 +155,14 @@ static Tensor from_values(const std::vector<From>& values, const Shape& shape, D
 Tensor from_floats(const std::vector<float>& values, const Shape& shape, DType dtype) {
     return from_values(values, shape, dtype, INPUTS);
 }
-Tensor from_ints(const std::vector<int>& values, const Shape& shape) { return from_values(values, shape, I32, INPUTS); }
+Tensor from_ints(const std::vector<int>& values, const Shape& shape) {
+    return from_values(values, shape, I32, INPUTS);
+}
 
 Comparison compare(const Tensor& got, const Tensor& want, double rtol, double atol) {
     if (got.shape != want.shape) {
-        fail("compare: got shape %s, want %s", to_string(got.shape).c_str(), to_string(want.shape).c_str());
+        fail("compare: got shape %s, want %s", to_string(got.shape).c_str(),
+             to_string(want.shape).c_str());
     }
     std::vector<double> g = to_doubles(got), w = to_doubles(want);
     Comparison c{0, -1, 0, 0, 0};
@@ -174,20 +180,23 @@ Comparison compare(const Tensor& got, const Tensor& want, double rtol, double at
     return c;
 }
 std::string to_string(const Comparison& c) {
-    return strprintf("%ld wrong; worst at %ld: got %.9g, want %.9g; largest error %.3g", (long)c.wrong, (long)c.worst,
-                     c.got, c.want, c.max_abs);
+    return strprintf("%ld wrong; worst at %ld: got %.9g, want %.9g; largest error %.3g",
+                     (long)c.wrong, (long)c.worst, c.got, c.want, c.max_abs);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Runs f(i) for i = 0 ... n-1, on this device; on META nothing.
 #ifdef __CUDACC__
 template <class F>
 __global__ void for_each_kernel(F f, int64_t n) {
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n;
+         i += (int64_t)gridDim.x * blockDim.x) {
         f(i);
     }
 }
-static int grid_for(int64_t n) { return (int)std::min<int64_t>((n + 255) / 256, multiprocessors() * 64); }
+static int grid_for(int64_t n) {
+    return (int)std::min<int64_t>((n + 255) / 256, multiprocessors() * 64);
+}
 #endif
 template <class F>
 static void for_each_on_cpu(int64_t n, const F& f) {
@@ -201,9 +210,10 @@ static void for_each(Device device, int64_t n, const F& f) {
     LAUNCH(for_each_kernel, grid_for(n), 256, f, n);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Random numbers. Philox 4x32 with 10 rounds: each round multiplies two of the four counter words and mixes in a key
-// that grows by the golden ratio and sqrt(3)-1. The counter is (i, key), the cipher's key is the seed.
+// -------------------------------------------------------------------------------------------------
+// Random numbers. Philox 4x32 with 10 rounds: each round multiplies two of the four counter words
+// and mixes in a key that grows by the golden ratio and sqrt(3)-1. The counter is (i, key), the
+// cipher's key is the seed.
 
 HD void philox(uint32_t out[4], uint64_t seed, uint64_t key, uint64_t i) {
     uint32_t c[4] = {(uint32_t)i, (uint32_t)(i >> 32), (uint32_t)key, (uint32_t)(key >> 32)};
@@ -217,8 +227,9 @@ HD void philox(uint32_t out[4], uint64_t seed, uint64_t key, uint64_t i) {
     for (int j = 0; j < 4; j++) { out[j] = c[j]; }
 }
 
-// The sum of eight uniform 16-bit numbers, centred and scaled to variance 1. The sum is an integer and the rest is one
-// rounding, so every machine gets the same bits, which a formula with log and cos would not give.
+// The sum of eight uniform 16-bit numbers, centred and scaled to variance 1. The sum is an integer
+// and the rest is one rounding, so every machine gets the same bits, which a formula with log and
+// cos would not give.
 HD inline float normal(uint64_t seed, uint64_t key, uint64_t i, float mean, float std) {
     uint32_t r[4];
     philox(r, seed, key, i);
@@ -234,7 +245,9 @@ struct FillNormal {
     DType dtype;
     uint64_t seed, key;
     float mean, std;
-    HD void operator()(int64_t i) const { store<float>(out, dtype, i, normal(seed, key, i, mean, std)); }
+    HD void operator()(int64_t i) const {
+        store<float>(out, dtype, i, normal(seed, key, i, mean, std));
+    }
 };
 void fill_normal(const Tensor& t, uint64_t seed, uint64_t key, float mean, float std) {
     for_each(t.device(), t.size(), FillNormal{t.data, t.dtype, seed, key, mean, std});
@@ -250,9 +263,9 @@ uint64_t key_of(const std::string& name) {  // FNV-1a
     return h;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The tape: reverse-mode differentiation as a list of functions run backwards. A step owns (through its closure) the
-// tensors that its backward reads, and frees them when it leaves the tape.
+// -------------------------------------------------------------------------------------------------
+// The tape: reverse-mode differentiation as a list of functions run backwards. A step owns (through
+// its closure) the tensors that its backward reads, and frees them when it leaves the tape.
 
 struct TapeStep {
     GradientPtr output;
@@ -276,7 +289,8 @@ Tensor require_gradient(const Tensor& t) {
     leaf.gradient = new_gradient(leaf);
     return leaf;
 }
-void record(Tensor& y, const std::vector<Tensor>& inputs, std::function<void(const Tensor&)> backward) {
+void record(Tensor& y, const std::vector<Tensor>& inputs,
+            std::function<void(const Tensor&)> backward) {
     TapeStep step;
     for (const Tensor& x : inputs) {
         if (needs_gradient(x)) {
@@ -313,22 +327,27 @@ Tensor gradient_target(const GradientPtr& g, bool* accumulate) {
     if (g->is_parameter) {
         *accumulate = g->filled;
         g->filled = true;
-        // Autocast's product gives a 16-bit gradient where 16 bits stand for the parameter: no more is kept.
+        // Autocast's product gives a 16-bit gradient where 16 bits stand for the parameter: no more
+        // is kept.
         bool low = context.mode != EAGER && g->low_precision;
-        if (!g->value) { g->value = empty(g->shape, low ? g->low_precision.dtype : g->dtype, GRADIENTS); }
+        if (!g->value) {
+            g->value = empty(g->shape, low ? g->low_precision.dtype : g->dtype, GRADIENTS);
+        }
         return g->value;
     }
     *accumulate = (bool)g->value;
     if (!g->value) {
         g->value = empty(g->shape, g->dtype);
     } else if (g->value.memory.use_count() > 1 || !is_row_major(g->value)) {
-        Tensor own = empty(g->shape, g->dtype);  // shared with another gradient: adding in place would change that too
+        // shared with another gradient: adding in place would change that too
+        Tensor own = empty(g->shape, g->dtype);
         copy_or_add(own, g->value, false);
         g->value = own;
     }
     return g->value;
 }
-void write_gradient(const GradientPtr& g, const std::function<void(const Tensor& target, bool accumulate)>& write) {
+void write_gradient(const GradientPtr& g,
+                    const std::function<void(const Tensor& target, bool accumulate)>& write) {
     if (g->is_parameter && g->value && g->value.dtype != g->dtype) {
         Tensor own = empty(g->shape, g->dtype);
         write(own, false);
@@ -391,10 +410,11 @@ void clear_tape() {
     tape.clear();
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Elementwise operations: out[i] = f(a[i], b[i], c[i]) with strides, so that broadcasting (stride 0), transposes and
-// slices need no copies, as in PyTorch's TensorIterator. Such a kernel moves 8 bytes or more per FLOP, so bandwidth
-// alone bounds it, and a chain of k of them moves k times the bytes of one fused kernel.
+// -------------------------------------------------------------------------------------------------
+// Elementwise operations: out[i] = f(a[i], b[i], c[i]) with strides, so that broadcasting (stride
+// 0), transposes and slices need no copies, as in PyTorch's TensorIterator. Such a kernel moves 8
+// bytes or more per FLOP, so bandwidth alone bounds it, and a chain of k of them moves k times the
+// bytes of one fused kernel.
 
 #define FUNCTOR(NAME, ARGUMENTS, EXPRESSION) \
     struct NAME {                            \
@@ -427,8 +447,10 @@ FUNCTOR(SqrtBackward, (A y, A dy), (A)0.5 * dy / y)
 FUNCTOR(RsqrtBackward, (A y, A dy), (A)-0.5 * y * y * y * dy)  // dy/dx = -x^(-3/2)/2
 FUNCTOR(SigmoidBackward, (A y, A dy), y*((A)1 - y) * dy)
 FUNCTOR(ReluBackward, (A y, A dy), y <= 0 ? (A)0 : dy)
-FUNCTOR(DivBackward, (A y, A b, A dy), -dy* y / b)                            // d(a/b)/db = -(a/b)/b
-FUNCTOR(SelectEqual, (A column, A index, A dy), column == index ? dy : (A)0)  // scatters dy to one column per row
+// d(a/b)/db = -(a/b)/b
+FUNCTOR(DivBackward, (A y, A b, A dy), -dy* y / b)
+// scatters dy to one column per row
+FUNCTOR(SelectEqual, (A column, A index, A dy), column == index ? dy : (A)0)
 #undef FUNCTOR
 
 struct Operand {
@@ -438,7 +460,8 @@ struct Operand {
 };
 struct Loop {
     int64_t n;
-    int dims;  // neighbours that all operands step through alike are joined: 1 where all are row-major
+    // neighbours that all operands step through alike are joined: 1 where all are row-major
+    int dims;
     int64_t shape[MAX_DIMS];
     Operand out, in[3];
 };
@@ -465,7 +488,8 @@ static Loop loop_over(const Tensor& out, const Tensor (&inputs)[N]) {
         loop.in[k] = operand(inputs[k], out.shape);
         operands.push_back(&loop.in[k]);
     }
-    loop.shape[0] = 1, loop.dims = 1;  // what a scalar has; dimension d of `out` becomes `last`, or a part of it
+    // what a scalar has; dimension d of `out` becomes `last`, or a part of it
+    loop.shape[0] = 1, loop.dims = 1;
     for (size_t d = 0; d < out.shape.size(); d++) {
         if (out.shape[d] == 1) { continue; }
         int last = loop.dims - 1;
@@ -495,7 +519,9 @@ HD inline void load_some(A (&x)[W], const Operand& o, int64_t step, int64_t at) 
     if (W > 1 && step == 1 && o.dtype == F32) { return at_once(float()); }
     if (W > 1 && step == 1 && o.dtype == BF16) { return at_once(bf16()); }
     if (W > 1 && step == 1 && o.dtype == F16) { return at_once(fp16()); }
-    for (int w = 0; w < W; w++) { x[w] = w > 0 && step == 0 ? x[0] : load<A>(o.data, o.dtype, at + w * step); }
+    for (int w = 0; w < W; w++) {
+        x[w] = w > 0 && step == 0 ? x[0] : load<A>(o.data, o.dtype, at + w * step);
+    }
 }
 template <int W, class A>
 HD inline void store_some(const Operand& o, int64_t step, int64_t at, const A (&x)[W]) {
@@ -509,8 +535,8 @@ HD inline void store_some(const Operand& o, int64_t step, int64_t at, const A (&
     if (W > 1 && o.dtype == F16) { return at_once(fp16()); }
     for (int w = 0; w < W; w++) { store<A>(o.data, o.dtype, at + w * step, x[w]); }
 }
-// The v-th W neighbours: one index calculation for all of them, in 32 bits, since a division of 64 takes several times
-// as long.
+// The v-th W neighbours: one index calculation for all of them, in 32 bits, since a division of 64
+// takes several times as long.
 template <int N, int W, class A, class F>
 struct Elementwise {
     F f;
@@ -520,13 +546,16 @@ struct Elementwise {
         int64_t at[3] = {}, out = 0;
         uint32_t rest = (uint32_t)v * W;
         for (int d = last; d >= 0; d--) {
-            uint32_t size = (uint32_t)loop.shape[d], next = d > 0 ? rest / size : 0, index = rest - next * size;
+            uint32_t size = (uint32_t)loop.shape[d], next = d > 0 ? rest / size : 0,
+                     index = rest - next * size;
             out += index * loop.out.stride[d];
             for (int k = 0; k < N; k++) { at[k] += index * loop.in[k].stride[d]; }
             rest = next;
         }
         A x[N][W], y[W];
-        for (int k = 0; k < N; k++) { load_some<W>(x[k], loop.in[k], loop.in[k].stride[last], at[k]); }
+        for (int k = 0; k < N; k++) {
+            load_some<W>(x[k], loop.in[k], loop.in[k].stride[last], at[k]);
+        }
         for (int w = 0; w < W; w++) { y[w] = apply<N>(f, x[0][w], x[1 % N][w], x[2 % N][w]); }
         store_some<W>(loop.out, loop.out.stride[last], out, y);
     }
@@ -535,12 +564,15 @@ struct Elementwise {
 static bool fits_packs(const Loop& loop, size_t inputs, int W) {
     int last = loop.dims - 1;
     auto fits = [&](const Operand& o) {
-        bool ok = o.stride[last] == 1 && (uintptr_t)o.data % std::min<size_t>(16, W * size_of(o.dtype)) == 0;
+        bool ok = o.stride[last] == 1 &&
+                  (uintptr_t)o.data % std::min<size_t>(16, W * size_of(o.dtype)) == 0;
         for (int d = 0; d < last; d++) { ok = ok && o.stride[d] % W == 0; }
         return ok;
     };
     bool ok = loop.shape[last] % W == 0 && fits(loop.out);
-    for (size_t k = 0; k < inputs; k++) { ok = ok && (loop.in[k].stride[last] == 0 || fits(loop.in[k])); }
+    for (size_t k = 0; k < inputs; k++) {
+        ok = ok && (loop.in[k].stride[last] == 0 || fits(loop.in[k]));
+    }
     return ok;
 }
 
@@ -548,11 +580,15 @@ template <class F, size_t N>
 static void elementwise_into(const F& f, const Tensor& out, const Tensor (&inputs)[N]) {
     Loop loop = loop_over(out, inputs);
     if (loop.n == 0 || out.device() == META) { return; }
-    if (loop.n > (int64_t)1 << 32) { fail("%s: more elements than 32 bits can index", to_string(out.shape).c_str()); }
+    if (loop.n > (int64_t)1 << 32) {
+        fail("%s: more elements than 32 bits can index", to_string(out.shape).c_str());
+    }
     constexpr std::integral_constant<int, 1> one;
     constexpr std::integral_constant<int, 4> four;
     constexpr std::integral_constant<int, 16> sixteen;
-    auto by = [&](auto width) { for_each(out.device(), loop.n / width, Elementwise<N, width, float, F>{f, loop}); };
+    auto by = [&](auto width) {
+        for_each(out.device(), loop.n / width, Elementwise<N, width, float, F>{f, loop});
+    };
     auto on_cpu_by = [&](auto width, auto zero) {
         for_each_on_cpu(loop.n / width, Elementwise<N, width, decltype(zero), F>{f, loop});
     };
@@ -585,8 +621,11 @@ static DType promote(DType a, DType b) {
     if (a == b) { return a; }
     return a == F64 || b == F64 ? F64 : F32;
 }
-// Autocast's list of ops that run in fp32: exp, log, pow, rsqrt, sum, ... (mean and sigmoid are not on it).
-static Tensor fp32_operand(const Tensor& a) { return a.dtype == BF16 || a.dtype == F16 ? cast(a, F32) : a; }
+// Autocast's list of ops that run in fp32: exp, log, pow, rsqrt, sum, ... (mean and sigmoid are not
+// on it).
+static Tensor fp32_operand(const Tensor& a) {
+    return a.dtype == BF16 || a.dtype == F16 ? cast(a, F32) : a;
+}
 
 void copy_or_add(const Tensor& to, const Tensor& from, bool accumulate) {
     accumulate ? elementwise_into(Add(), to, {to, from}) : elementwise_into(Copy(), to, {from});
@@ -643,11 +682,14 @@ Tensor scale(const Tensor& a, double s) {
     record(y, {a}, [s, ga = a.gradient](const Tensor& dy) { add_gradient(ga, scale(dy, s)); });
     return y;
 }
-Tensor add_scalar(const Tensor& a, double s) { return passes_gradient(elementwise(AddScalar{s}, a.dtype, {a}), a); }
+Tensor add_scalar(const Tensor& a, double s) {
+    return passes_gradient(elementwise(AddScalar{s}, a.dtype, {a}), a);
+}
 // y = f(x) with dx = backward(y, dy), or backward(x, dy).
 enum Keeps { KEEPS_Y, KEEPS_X };
 template <class F, class Backward>
-static Tensor recorded(const F& f, const Backward& backward, Keeps which, const Tensor& x, Source at = here()) {
+static Tensor recorded(const F& f, const Backward& backward, Keeps which, const Tensor& x,
+                       Source at = here()) {
     Tensor y = elementwise(f, x.dtype, {x}, at), keep = which == KEEPS_Y ? y : detached(x);
     record(y, {x}, [keep, backward, gx = x.gradient](const Tensor& dy) {
         add_gradient(gx, elementwise(backward, keep.dtype, {keep, dy}));
@@ -655,12 +697,16 @@ static Tensor recorded(const F& f, const Backward& backward, Keeps which, const 
     return y;
 }
 Tensor exp(const Tensor& a) { return recorded(Exp(), Mul(), KEEPS_Y, fp32_operand(a)); }
-Tensor rsqrt(const Tensor& a) { return recorded(Rsqrt(), RsqrtBackward(), KEEPS_Y, fp32_operand(a)); }
+Tensor rsqrt(const Tensor& a) {
+    return recorded(Rsqrt(), RsqrtBackward(), KEEPS_Y, fp32_operand(a));
+}
 Tensor sqrt(const Tensor& a) { return recorded(Sqrt(), SqrtBackward(), KEEPS_Y, a); }
 Tensor sigmoid(const Tensor& a) { return recorded(Sigmoid(), SigmoidBackward(), KEEPS_Y, a); }
 Tensor relu(const Tensor& a) { return recorded(Relu(), ReluBackward(), KEEPS_Y, a); }
 Tensor log(const Tensor& a) { return recorded(Log(), LogBackward(), KEEPS_X, fp32_operand(a)); }
-Tensor square(const Tensor& a) { return recorded(Square(), SquareBackward(), KEEPS_X, fp32_operand(a)); }
+Tensor square(const Tensor& a) {
+    return recorded(Square(), SquareBackward(), KEEPS_X, fp32_operand(a));
+}
 Tensor where(const Tensor& mask, const Tensor& a, float otherwise) {
     Tensor y = elementwise(Where{otherwise}, a.dtype, {mask, a});
     record(y, {a}, [mask, ga = a.gradient](const Tensor& dy) {
@@ -668,7 +714,9 @@ Tensor where(const Tensor& mask, const Tensor& a, float otherwise) {
     });
     return y;
 }
-Tensor greater_equal(const Tensor& a, const Tensor& b) { return elementwise(GreaterEqual(), U8, {a, b}); }
+Tensor greater_equal(const Tensor& a, const Tensor& b) {
+    return elementwise(GreaterEqual(), U8, {a, b});
+}
 struct Arange {
     int* out;
     HD void operator()(int64_t i) const { out[i] = (int)i; }
@@ -679,24 +727,29 @@ Tensor arange(int64_t n) {
     return t;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Views: another shape and other strides on the same memory. Only a reshape of a transposed tensor has to copy.
+// -------------------------------------------------------------------------------------------------
+// Views: another shape and other strides on the same memory. Only a reshape of a transposed tensor
+// has to copy.
 
 Tensor contiguous(const Tensor& a) {
     return is_row_major(a) ? a : passes_gradient(elementwise(Copy(), a.dtype, {a}), a);
 }
 Tensor reshape(const Tensor& a, const Shape& shape) {
     Tensor source = contiguous(a), y = view(source, 0, shape);
-    if (count(shape) != a.size()) { fail("reshape %s to %s", to_string(a.shape).c_str(), to_string(shape).c_str()); }
-    record(y, {source},
-           [from = source.shape, g = source.gradient](const Tensor& dy) { add_gradient(g, reshape(dy, from)); });
+    if (count(shape) != a.size()) {
+        fail("reshape %s to %s", to_string(a.shape).c_str(), to_string(shape).c_str());
+    }
+    record(y, {source}, [from = source.shape, g = source.gradient](const Tensor& dy) {
+        add_gradient(g, reshape(dy, from));
+    });
     return y;
 }
 Tensor transpose(const Tensor& a, int i, int j) {
     Tensor y = a;
     std::swap(y.shape[i], y.shape[j]);
     std::swap(y.stride[i], y.stride[j]);
-    record(y, {a}, [i, j, ga = a.gradient](const Tensor& dy) { add_gradient(ga, transpose(dy, i, j)); });
+    record(y, {a},
+           [i, j, ga = a.gradient](const Tensor& dy) { add_gradient(ga, transpose(dy, i, j)); });
     return y;
 }
 Tensor slice_last(const Tensor& a, int64_t start, int64_t step) {
@@ -724,7 +777,7 @@ Tensor interleave_last(const Tensor& a, const Tensor& b) {
     return y;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Reductions. x [R,C] -> [R] along rows, or -> [C] down columns.
 
 struct Sum : Add {
@@ -741,7 +794,8 @@ __device__ float over_warp(float x) {
     return x;
 }
 template <class F>  // one block per row
-__global__ void reduce_rows_kernel(F f, char* out, DType out_type, const char* x, DType type, int64_t C, float factor) {
+__global__ void reduce_rows_kernel(F f, char* out, DType out_type, const char* x, DType type,
+                                   int64_t C, float factor) {
     float r = f.start();
     if (C % 4 == 0 && (uintptr_t)x % 16 == 0) {
         for (int64_t c = 4 * threadIdx.x; c < C; c += 4 * blockDim.x) {
@@ -750,13 +804,16 @@ __global__ void reduce_rows_kernel(F f, char* out, DType out_type, const char* x
             for (float v : four) { r = f(v, r); }
         }
     } else {
-        for (int64_t c = threadIdx.x; c < C; c += blockDim.x) { r = f(load<float>(x, type, blockIdx.x * C + c), r); }
+        for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
+            r = f(load<float>(x, type, blockIdx.x * C + c), r);
+        }
     }
     r = over_block<over_warp<F>>(r, f.start());
     if (threadIdx.x == 0) { store<float>(out, out_type, blockIdx.x, r * factor); }
 }
 // Columns: 32 threads wide, so that a warp reads 32 neighbours of one row, and 8 rows at a time.
-__global__ void sum_columns_kernel(char* out, DType out_type, const char* x, DType type, int64_t R, int64_t C) {
+__global__ void sum_columns_kernel(char* out, DType out_type, const char* x, DType type, int64_t R,
+                                   int64_t C) {
     __shared__ float shared[8][WARP];
     int64_t c = blockIdx.x * (int64_t)WARP + threadIdx.x;
     float sum = 0;
@@ -770,7 +827,8 @@ __global__ void sum_columns_kernel(char* out, DType out_type, const char* x, DTy
         store<float>(out, out_type, c, sum);
     }
 }
-__global__ void argmax_rows_kernel(int* out, const char* x, DType type, const char* max, int64_t C) {
+__global__ void argmax_rows_kernel(int* out, const char* x, DType type, const char* max,
+                                   int64_t C) {
     __shared__ int first;
     if (threadIdx.x == 0) { first = (int)C; }
     __syncthreads();  // `first` must be set before anyone lowers it
@@ -788,12 +846,15 @@ __global__ void argmax_rows_kernel(int* out, const char* x, DType type, const ch
 
 // y[i] = f over k of x[i * step + k * k_step].
 template <class F>
-static void reduce_cpu(const F& f, const Tensor& y, const Tensor& x, int64_t step, int64_t k_step, double factor) {
+static void reduce_cpu(const F& f, const Tensor& y, const Tensor& x, int64_t step, int64_t k_step,
+                       double factor) {
     int64_t n = y.size(), K = x.size() / n;
 #pragma omp parallel for if (n * K > 16384)
     for (int64_t i = 0; i < n; i++) {
         double value = f.start();
-        for (int64_t k = 0; k < K; k++) { value = f(load<double>(x.data, x.dtype, i * step + k * k_step), value); }
+        for (int64_t k = 0; k < K; k++) {
+            value = f(load<double>(x.data, x.dtype, i * step + k * k_step), value);
+        }
         store<double>(y.data, y.dtype, i, value * factor);
     }
 }
@@ -805,8 +866,8 @@ static Tensor reduce_last(const F& f, const Tensor& a, double factor) {
     int64_t R = y.size(), C = a.dim(-1);
     if (R == 0) { return y; }
     if (y.device() == CUDA) {
-        LAUNCH(reduce_rows_kernel, R, std::min(256, WARP * ceil_div(C, WARP)), f, y.data, y.dtype, x.data, x.dtype, C,
-               factor);
+        LAUNCH(reduce_rows_kernel, R, std::min(256, WARP * ceil_div(C, WARP)), f, y.data, y.dtype,
+               x.data, x.dtype, C, factor);
     }
     if (y.device() == CPU) { reduce_cpu(f, y, x, C, 1, factor); }
     return y;
@@ -816,7 +877,8 @@ static Tensor sum_columns(const Tensor& a, const Shape& shape) {
     int64_t C = y.size();
     if (C == 0) { return y; }
     if (y.device() == CUDA) {
-        LAUNCH(sum_columns_kernel, ceil_div(C, WARP), dim3(WARP, 8), y.data, y.dtype, x.data, x.dtype, x.size() / C, C);
+        LAUNCH(sum_columns_kernel, ceil_div(C, WARP), dim3(WARP, 8), y.data, y.dtype, x.data,
+               x.dtype, x.size() / C, C);
     }
     if (y.device() == CPU) { reduce_cpu(Sum(), y, x, 1, C, 1); }
     return y;
@@ -824,7 +886,9 @@ static Tensor sum_columns(const Tensor& a, const Shape& shape) {
 static Tensor sum_to(const Tensor& dx, const Shape& shape) {
     if (dx.shape == shape) { return dx; }
     Tensor d = dx;
-    if (!shape.empty() && shape.back() == 1 && d.shape.back() != 1) { d = reduce_last(Sum(), d, 1); }
+    if (!shape.empty() && shape.back() == 1 && d.shape.back() != 1) {
+        d = reduce_last(Sum(), d, 1);
+    }
     if (d.shape == shape) { return d; }
     if (d.size() == count(shape)) { return reshape(d, shape); }
     return sum_columns(d, shape);
@@ -849,12 +913,15 @@ Tensor max_last(const Tensor& a) {
     Tensor index = empty(y.shape, I32), x = detached(contiguous(a));
     const int64_t R = y.size(), C = a.dim(-1);
     if (y.device() == CUDA && R > 0) {
-        LAUNCH(argmax_rows_kernel, R, std::min(256, WARP * ceil_div(C, WARP)), index.as<int>(), x.data, x.dtype, y.data,
-               C);
+        LAUNCH(argmax_rows_kernel, R, std::min(256, WARP * ceil_div(C, WARP)), index.as<int>(),
+               x.data, x.dtype, y.data, C);
     }
     for (int64_t r = 0; y.device() == CPU && r < R; r++) {
         int64_t c = 0;
-        while (c < C - 1 && load<double>(x.data, x.dtype, r * C + c) != load<double>(y.data, y.dtype, r)) { c++; }
+        while (c < C - 1 &&
+               load<double>(x.data, x.dtype, r * C + c) != load<double>(y.data, y.dtype, r)) {
+            c++;
+        }
         index.as<int>()[r] = (int)c;
     }
     record(y, {a}, [index, C, ga = a.gradient](const Tensor& dy) {
@@ -863,9 +930,10 @@ Tensor max_last(const Tensor& a) {
     return y;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Lookups. gather_rows: y[n,:] = table[index[n],:]. Its backward adds rows of dy that share an index; to give the same
-// bits in every run it does so in the order of n, without atomics: the first n with an index sums all its rows.
+// -------------------------------------------------------------------------------------------------
+// Lookups. gather_rows: y[n,:] = table[index[n],:]. Its backward adds rows of dy that share an
+// index; to give the same bits in every run it does so in the order of n, without atomics: the
+// first n with an index sums all its rows.
 
 template <class T>
 struct GatherRows {
@@ -875,7 +943,8 @@ struct GatherRows {
     int64_t C;
     HD void operator()(int64_t i) const { y[i] = table[index[i / C] * C + i % C]; }
 };
-struct SameIndex {  // links[n]: the next place that has n's index, N: none; links[N + n]: whether an earlier one has
+// links[n]: the next place that has n's index, N: none; links[N + n]: whether an earlier one has
+struct SameIndex {
     int* links;
     const int* index;
     int64_t N;
@@ -939,19 +1008,23 @@ struct PickLast {
     DType dtype;
     const int* index;
     int64_t V;
-    HD void operator()(int64_t i) const { store(y, dtype, i, load<double>(x, dtype, i * V + index[i])); }
+    HD void operator()(int64_t i) const {
+        store(y, dtype, i, load<double>(x, dtype, i * V + index[i]));
+    }
 };
 Tensor pick_last(const Tensor& a, const Tensor& index) {
     int64_t n = index.size(), V = a.dim(-1);
     Tensor x = detached(contiguous(a)), y = empty({n, 1}, a.dtype);
     for_each(y.device(), n, PickLast{y.data, x.data, x.dtype, index.as<int>(), V});
     record(y, {a}, [index, n, V, ga = a.gradient](const Tensor& dy) {
-        add_gradient(ga, elementwise(SelectEqual(), dy.dtype, {arange(V), reshape(index, {n, 1}), dy}));
+        add_gradient(ga,
+                     elementwise(SelectEqual(), dy.dtype, {arange(V), reshape(index, {n, 1}), dy}));
     });
     return y;
 }
 
-size_t run_if_fits(const std::string& row, size_t needs, const std::function<void()>& f, size_t held) {
+size_t run_if_fits(const std::string& row, size_t needs, const std::function<void()>& f,
+                   size_t held) {
     if (needs > held && needs - held > available_memory(context.device)) { return needs; }
     progress("%s", row.c_str());
     try {

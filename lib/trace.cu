@@ -1,4 +1,5 @@
-// lib/trace.cu: named ranges of work, and what ran in them: on the GPU as CUPTI, NVIDIA's tracing library, records it.
+// lib/trace.cu: named ranges of work, and what ran in them: on the GPU as CUPTI, NVIDIA's tracing
+// library, records it.
 #include "lib.h"
 
 #include <atomic>
@@ -15,15 +16,17 @@
 #endif
 #endif
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Tracing. Ranges keep a list with their times. CUPTI records what the GPU runs, in buffers that it fills and hands
-// back on a thread of its own. How a kernel finds its range: CUPTI calls us at each launch, on the thread that
-// launches, also where a library does. The launch has a number, and the kernel's record names it, too.
+// -------------------------------------------------------------------------------------------------
+// Tracing. Ranges keep a list with their times. CUPTI records what the GPU runs, in buffers that it
+// fills and hands back on a thread of its own. How a kernel finds its range: CUPTI calls us at each
+// launch, on the thread that launches, also where a library does. The launch has a number, and the
+// kernel's record names it, too.
 
 static std::atomic<bool> tracing{false};
 static std::mutex trace_mutex;
 static Trace trace;
-// The numbers of ranges go on from one trace to the next, so that a range of an earlier trace is known as such.
+// The numbers of ranges go on from one trace to the next, so that a range of an earlier trace is
+// known as such.
 static int first_range = 0;
 static thread_local int innermost_traced = -1;
 
@@ -38,9 +41,11 @@ static int in_this_trace(int range) { return range >= first_range ? range - firs
 #if defined(__CUDACC__) && defined(HAVE_CUPTI)
 // CONCURRENT_KERNEL, because KERNEL would run one kernel at a time.
 static const CUpti_ActivityKind traced_activities[] = {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL,
-                                                       CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMCPY2,
+                                                       CUPTI_ACTIVITY_KIND_MEMCPY,
+                                                       CUPTI_ACTIVITY_KIND_MEMCPY2,
                                                        CUPTI_ACTIVITY_KIND_MEMSET};
-// A mutex of its own: CUPTI's thread takes milliseconds to read a buffer, and ranges must not wait so long.
+// A mutex of its own: CUPTI's thread takes milliseconds to read a buffer, and ranges must not wait
+// so long.
 static std::mutex cupti_mutex;
 static std::vector<TracedWork> cupti_work;
 static size_t cupti_dropped;
@@ -53,10 +58,13 @@ static bool succeeded(CUptiResult result) {
 }
 static std::string error_text() {
     const char* text = nullptr;
-    return cuptiGetResultString(first_error, &text) == CUPTI_SUCCESS && text ? text : "unknown CUPTI error";
+    return cuptiGetResultString(first_error, &text) == CUPTI_SUCCESS && text
+               ? text
+               : "unknown CUPTI error";
 }
 
-// In which range each launch and copy was made. CUPTI's own way, external ids, costs more than twice as much.
+// In which range each launch and copy was made. CUPTI's own way, external ids, costs more than
+// twice as much.
 static CUpti_SubscriberHandle launch_subscriber;
 static std::mutex launch_mutex;
 static std::vector<std::pair<uint32_t, int>> launches;  // correlation, range
@@ -69,12 +77,16 @@ static void CUPTIAPI note_launch(void*, CUpti_CallbackDomain, CUpti_CallbackId, 
 }
 // A call of the runtime ends in a call of the driver, so the driver's are enough.
 static bool watch_launches() {
-    bool ok = succeeded(cuptiSubscribe(&launch_subscriber, (CUpti_CallbackFunc)note_launch, nullptr));
+    bool ok =
+        succeeded(cuptiSubscribe(&launch_subscriber, (CUpti_CallbackFunc)note_launch, nullptr));
     for (int id = 1; id < (int)CUPTI_DRIVER_TRACE_CBID_SIZE && ok; id++) {
         const char* name = nullptr;  // a number without a call has none
-        if (cuptiGetCallbackName(CUPTI_CB_DOMAIN_DRIVER_API, id, &name) != CUPTI_SUCCESS || !name) { continue; }
+        if (cuptiGetCallbackName(CUPTI_CB_DOMAIN_DRIVER_API, id, &name) != CUPTI_SUCCESS || !name) {
+            continue;
+        }
         if (strstr(name, "Launch") || strstr(name, "Memcpy") || strstr(name, "Memset")) {
-            ok = succeeded(cuptiEnableCallback(1, launch_subscriber, CUPTI_CB_DOMAIN_DRIVER_API, id));
+            ok = succeeded(
+                cuptiEnableCallback(1, launch_subscriber, CUPTI_CB_DOMAIN_DRIVER_API, id));
         }
     }
     return ok;
@@ -87,11 +99,13 @@ static void take_work(const CUpti_Activity* record, const std::string& name) {
     if (r->end <= r->start) {
         cupti_dropped++;  // no room on the device for its times
     } else {
-        cupti_work.push_back({name, -1, (int64_t)r->start, (int64_t)r->end, r->streamId, r->correlationId});
+        cupti_work.push_back(
+            {name, -1, (int64_t)r->start, (int64_t)r->end, r->streamId, r->correlationId});
     }
 }
 static std::string demangled(const std::string& name) {
-    const std::unique_ptr<char, void (*)(void*)> text(abi::__cxa_demangle(name.c_str(), 0, 0, 0), free);
+    const std::unique_ptr<char, void (*)(void*)> text(abi::__cxa_demangle(name.c_str(), 0, 0, 0),
+                                                      free);
     return text ? text.get() : name;
 }
 
@@ -100,11 +114,13 @@ static void CUPTIAPI give_buffer(uint8_t** buffer, size_t* size, size_t* max_rec
     *max_records = 0;                             // as many as fit
     *buffer = (uint8_t*)aligned_alloc(8, *size);  // if it is null, CUPTI drops records
 }
-static void CUPTIAPI take_buffer(CUcontext cuda, uint32_t stream_id, uint8_t* buffer, size_t, size_t bytes) {
+static void CUPTIAPI take_buffer(CUcontext cuda, uint32_t stream_id, uint8_t* buffer, size_t,
+                                 size_t bytes) {
     std::lock_guard<std::mutex> lock(cupti_mutex);
     CUpti_Activity* record = nullptr;
     CUptiResult result = CUPTI_ERROR_MAX_LIMIT_REACHED;  // what the end of a buffer is called
-    while (bytes > 0 && (result = cuptiActivityGetNextRecord(buffer, bytes, &record)) == CUPTI_SUCCESS) {
+    while (bytes > 0 &&
+           (result = cuptiActivityGetNextRecord(buffer, bytes, &record)) == CUPTI_SUCCESS) {
         if (record->kind == CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL) {
             take_work<CUpti_ActivityKernel9>(record, ((const CUpti_ActivityKernel9*)record)->name);
         } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMCPY) {
@@ -132,8 +148,11 @@ static std::string start_cupti() {
     if (cuda_devices(&why) == 0) { return why; }
     if (getenv("NSYS_PROFILING_SESSION_ID")) { return "nsys is attached"; }
     cupti_work.clear(), launches.clear(), cupti_dropped = 0, first_error = CUPTI_SUCCESS;
-    bool ok = succeeded(cuptiActivityRegisterCallbacks(give_buffer, take_buffer)) && watch_launches();
-    for (CUpti_ActivityKind kind : traced_activities) { ok = ok && succeeded(cuptiActivityEnable(kind)); }
+    bool ok =
+        succeeded(cuptiActivityRegisterCallbacks(give_buffer, take_buffer)) && watch_launches();
+    for (CUpti_ActivityKind kind : traced_activities) {
+        ok = ok && succeeded(cuptiActivityEnable(kind));
+    }
     if (ok) { return ""; }
     end_cupti();
     return error_text();
@@ -188,7 +207,7 @@ Trace stop_tracing() {
 
 int innermost_traced_range() { return tracing ? innermost_traced : -1; }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Ranges
 
 Range::Range(const char* name, int recorded_in) {
@@ -200,7 +219,8 @@ Range::Range(const char* name, int recorded_in) {
     if (!tracing) { return; }
     std::lock_guard<std::mutex> lock(trace_mutex);
     if (!tracing) { return; }  // it has ended meanwhile
-    trace.ranges.push_back({name, in_this_trace(innermost_traced), in_this_trace(recorded_in), thread, epoch_ns(), 0});
+    trace.ranges.push_back(
+        {name, in_this_trace(innermost_traced), in_this_trace(recorded_in), thread, epoch_ns(), 0});
     traced = innermost_traced = first_range + (int)trace.ranges.size() - 1;
 }
 

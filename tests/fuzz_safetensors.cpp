@@ -1,6 +1,6 @@
-// The reader of safetensors under libFuzzer: `make fuzz`. Whatever the bytes are, either the file is refused
-// in one line that starts with its name, or every tensor lies within it, and the header's sizes are the
-// data's.
+// The reader of safetensors under libFuzzer: `make fuzz`. Whatever the bytes are, either the file
+// is refused in one line that starts with its name, or every tensor lies within it, and the
+// header's sizes are the data's.
 #include "cs336.h"
 
 #include <cstdio>
@@ -17,15 +17,19 @@ static void expect(bool ok, const char* what) {
 }
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t n) {
-    static const int file = memfd_create("fuzz.safetensors", 0);  // a regular file that no disk sees
+    // a regular file that no disk sees
+    static const int file = memfd_create("fuzz.safetensors", 0);
     static const std::string path = "/proc/self/fd/" + std::to_string(file);
-    expect(file >= 0 && ftruncate(file, 0) == 0 && pwrite(file, bytes, n, 0) == (ssize_t)n, "the input is written");
+    expect(file >= 0 && ftruncate(file, 0) == 0 && pwrite(file, bytes, n, 0) == (ssize_t)n,
+           "the input is written");
     try {
         SafeTensors tensors = load_safetensors(path);
         size_t total = 0;
         for (const auto& [name, t] : tensors.tensors) {
             volatile uint8_t sum = 0;  // the sanitizer sees each byte read
-            for (size_t i = 0; i < t.bytes; i++) { sum = (uint8_t)(sum + ((const uint8_t*)t.data)[i]); }
+            for (size_t i = 0; i < t.bytes; i++) {
+                sum = (uint8_t)(sum + ((const uint8_t*)t.data)[i]);
+            }
             total += t.bytes;
             try {
                 require_tensor(tensors, name, {-1, 2}, {"F32", "I64"});
@@ -39,7 +43,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t n) {
         expect(failure.exit_code == 1, "a bad file is a failure, not wrong usage");
         expect(what.find(path) == 0, "the line starts with the file's name");
         expect(what.size() < 1000, "the line is not too long");
-        for (char c : what) { expect((unsigned char)c >= 0x20, "one line, without control characters"); }
+        for (char c : what) {
+            expect((unsigned char)c >= 0x20, "one line, without control characters");
+        }
     }
     return 0;
 }

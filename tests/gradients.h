@@ -1,24 +1,29 @@
-// gradients.h: what the tests of ops share: random inputs, an op's gradients, and central differences to hold them to.
+// gradients.h: what the tests of ops share: random inputs, an op's gradients, and central
+// differences to hold them to.
 #pragma once
 #include "test.h"
 
 using Tensors = std::vector<Tensor>;
 using Op = std::function<Tensors(const Tensors& x)>;  // its outputs
 
-inline Tensor normals(const Shape& shape, DType dtype, uint64_t key, float mean = 0, float std = 1) {
+inline Tensor normals(const Shape& shape, DType dtype, uint64_t key, float mean = 0,
+                      float std = 1) {
     Tensor t = empty(shape, dtype);
     fill_normal(t, 1, key, mean, std);
     return t;
 }
 inline Tensor weights_for(const Tensor& y, size_t i) { return normals(y.shape, y.dtype, 99 + i); }
 
-// The loss is sum(w * y) over all outputs y. Its gradient with respect to y is w itself, so that y's own backward gets
-// an upstream gradient that differs at every element, and no other op's backward takes part. loss_of() has the value.
+// The loss is sum(w * y) over all outputs y. Its gradient with respect to y is w itself, so that
+// y's own backward gets an upstream gradient that differs at every element, and no other op's
+// backward takes part. loss_of() has the value.
 inline Tensor weighted_total(const Tensors& ys) {
     Tensor loss = zeros({}, ys[0].dtype);
     std::vector<GradientPtr> to;
     Tensors weights;
-    for (const Tensor& y : ys) { weights.push_back(weights_for(y, to.size())), to.push_back(y.gradient); }
+    for (const Tensor& y : ys) {
+        weights.push_back(weights_for(y, to.size())), to.push_back(y.gradient);
+    }
     record(loss, ys, [weights, to](const Tensor&) {
         for (size_t i = 0; i < to.size(); i++) { add_gradient(to[i], weights[i]); }
     });
@@ -46,7 +51,8 @@ inline Tensors gradients(const Tensors& values, const Op& f, Tensor* output = nu
     if (output) { *output = detached(ys[0]); }
     return result;
 }
-// (loss(x + h) - loss(x - h)) / 2h has an error of h^2 in the formula and 1e-16 / h in the arithmetic.
+// (loss(x + h) - loss(x - h)) / 2h has an error of h^2 in the formula and 1e-16 / h in the
+// arithmetic.
 inline void check_gradients(const Tensors& values, const Op& f) {
     const double h = 1e-5;
     Tensors got = gradients(values, f);

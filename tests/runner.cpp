@@ -1,5 +1,5 @@
-// The test runner. Its last line is `N passed, N failed, N skipped`, in test cases. doctest's options work:
-// -tc="softmax*" runs some, -ltc lists all.
+// The test runner. Its last line is `N passed, N failed, N skipped`, in test cases. doctest's
+// options work: -tc="softmax*" runs some, -ltc lists all.
 #define DOCTEST_CONFIG_IMPLEMENT
 #include "test.h"
 
@@ -116,6 +116,8 @@ int main(int argc, char** argv) {
         exit_code = 1;
     }
     for (const auto& [why, cases] : skipped_why) { printf("skipped %d: %s\n", cases, why.c_str()); }
-    if (!runner.shouldExit()) { printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped); }
+    if (!runner.shouldExit()) {
+        printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
+    }
     return exit_code;
 }

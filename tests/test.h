@@ -5,7 +5,8 @@
 //       ...
 //   }
 //
-// Without a GPU the OnCUDA half counts as skipped; with CS336_REQUIRE_GPU=1 in the environment it fails instead.
+// Without a GPU the OnCUDA half counts as skipped; with CS336_REQUIRE_GPU=1 in the environment it
+// fails instead.
 #pragma once
 #ifndef __CUDACC__
 #pragma GCC optimize("O0")  // of what follows: it takes longer to compile than to run
@@ -67,7 +68,9 @@ struct Folder {
 std::string read_file(const std::string& path);
 void write_file(const std::string& path, const std::string& text);
 
-inline bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+inline bool has(const std::string& text, const std::string& part) {
+    return text.find(part) != std::string::npos;
+}
 
 // What f throws: its message, after its exit code.
 inline std::string failure_of(const std::function<void()>& f) {
@@ -106,7 +109,8 @@ inline std::vector<std::string> column(const std::string& output, const std::str
     return found;
 }
 
-void skip_this_case(const char* why);  // main.cpp: counts the running test case as skipped; return after it
+// main.cpp: counts the running test case as skipped; return after it
+void skip_this_case(const char* why);
 
 inline bool gpu_required() {
     const char* value = getenv("CS336_REQUIRE_GPU");
@@ -117,7 +121,8 @@ inline bool gpu_required() {
 struct OnlyFlashV1 {
     std::list<AttentionImpl> all = table_of<AttentionImpl>();
     OnlyFlashV1() {
-        table_of<AttentionImpl>().remove_if([](const AttentionImpl& i) { return i.device == CUDA && i.rung > 30; });
+        table_of<AttentionImpl>().remove_if(
+            [](const AttentionImpl& i) { return i.device == CUDA && i.rung > 30; });
     }
     ~OnlyFlashV1() { table_of<AttentionImpl>() = all; }
 };
@@ -129,7 +134,9 @@ inline bool begin_on(Device device) {
     context.device = device;
     if (device != CUDA || cuda_devices() > 0) { return true; }
     context.device = CPU;
-    if (gpu_required()) { FAIL("CS336_REQUIRE_GPU=1, but no GPU was found (or this is a CPU build)"); }
+    if (gpu_required()) {
+        FAIL("CS336_REQUIRE_GPU=1, but no GPU was found (or this is a CPU build)");
+    }
     skip_this_case("no GPU");
     return false;
 }
@@ -139,7 +146,9 @@ bool begin() {
     return begin_on(D::device);
 }
 
-inline std::string setting_now() { return strprintf("%s %s", name_of(context.mode), name_of(context.precision)); }
+inline std::string setting_now() {
+    return strprintf("%s %s", name_of(context.mode), name_of(context.precision));
+}
 inline double largest(const Tensor& t) {  // NaN if it holds one
     double m = 0;
     for (double x : to_doubles(t)) { m = m >= fabs(x) || std::isnan(m) ? m : fabs(x); }
@@ -147,14 +156,16 @@ inline double largest(const Tensor& t) {  // NaN if it holds one
 }
 
 // Models for tests.
-inline const ModelConfig tiny = {"tiny", 12, 10, 2, 3, 19};   // head size 4; nothing is a multiple of a tile
+// head size 4; nothing is a multiple of a tile
+inline const ModelConfig tiny = {"tiny", 12, 10, 2, 3, 19};
 inline const ModelConfig odd = {"odd", 66, 130, 2, 3, 257};   // head size 22
 inline const ModelConfig even = {"even", 64, 72, 2, 2, 264};  // whole packs of 16 bytes in all rows
 inline Tensor on_cpu(const Tensor& t) { return to_device(contiguous(detached(t)), CPU); }
 
-// A test that needs ranks launches this program again as n ranks, each of which runs the same test case and, once
-// connected, f.
-inline void in_ranks(const char* test_case, int n, Device device, const std::function<void(const Communicator&)>& f) {
+// A test that needs ranks launches this program again as n ranks, each of which runs the same test
+// case and, once connected, f.
+inline void in_ranks(const char* test_case, int n, Device device,
+                     const std::function<void(const Communicator&)>& f) {
     if (!is_rank()) {
         CHECK(launch_ranks(n, {std::string("-tc=") + test_case, "-nv", "-m"}) == 0);
         return;
@@ -169,7 +180,8 @@ inline bool lacks(const char* backend, Device device, int n) {
     return true;
 }
 
-// test_model.cpp: a model of PyTorch's in tests/fixtures, and what three of its steps give in pure bf16.
+// test_model.cpp: a model of PyTorch's in tests/fixtures, and what three of its steps give in pure
+// bf16.
 struct Setup {
     Model model;
     Tensor tokens, targets;

@@ -8,15 +8,16 @@
 #include <cmath>
 #include <numeric>
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // A problem, its truth by attention.cu's reference in float64, and how results are held to it.
 
 struct Sizes {
     int B, H, Tq, Tk, D;
 };
-static const Sizes all_sizes[] = {{1, 1, 1, 1, 2},    {2, 3, 2, 2, 16},  {1, 2, 31, 31, 16}, {2, 1, 64, 64, 2},
-                                  {1, 2, 65, 65, 80}, {1, 2, 1, 65, 16}, {2, 2, 31, 64, 16}, {2, 1, 65, 2, 16},
-                                  {1, 1, 64, 31, 80}, {1, 2, 2, 1, 2}};
+static const Sizes all_sizes[] = {{1, 1, 1, 1, 2},    {2, 3, 2, 2, 16},   {1, 2, 31, 31, 16},
+                                  {2, 1, 64, 64, 2},  {1, 2, 65, 65, 80}, {1, 2, 1, 65, 16},
+                                  {2, 2, 31, 64, 16}, {2, 1, 65, 2, 16},  {1, 1, 64, 31, 80},
+                                  {1, 2, 2, 1, 2}};
 static std::string to_string(const Sizes& s) {
     return strprintf("B=%d H=%d Tq=%d Tk=%d D=%d", s.B, s.H, s.Tq, s.Tk, s.D);
 }
@@ -30,7 +31,9 @@ struct Result {
     Tensor o, L, dq, dk, dv;
 };
 static const char* const names[] = {"O", "L", "dQ", "dK", "dV"};
-static Result result_of(const std::vector<Tensor>& all) { return {all[0], all[1], all[2], all[3], all[4]}; }
+static Result result_of(const std::vector<Tensor>& all) {
+    return {all[0], all[1], all[2], all[3], all[4]};
+}
 static Result result_of(const AttentionImpl& impl, Inputs in, bool causal) {
     in.causal = causal;
     return result_of(outputs_of(impl, in));
@@ -43,18 +46,22 @@ static void find_truth(Problem& p, bool causal) {
     RestoreContext restore;
     context.device = CPU, context.precision = FP32;
     p.in.causal = causal;
-    // The reference is slow; where it would take seconds, fused in float64 (which is held to it below) stands in.
+    // The reference is slow; where it would take seconds, fused in float64 (which is held to it
+    // below) stands in.
     const bool small = p.in.q.dim(2) * p.in.k.dim(2) < 40000;
-    p.truth =
-        result_of(small ? reference(p.in, F64).results : outputs_of(impl_named("fused", F64), as_type(F64, p.in)));
+    p.truth = result_of(small ? reference(p.in, F64).results
+                              : outputs_of(impl_named("fused", F64), as_type(F64, p.in)));
 }
-static Tensor with_rows_times(const Tensor& t, int begin, int end, float factor) {  // of a tensor [1,1,T,D]
+// of a tensor [1,1,T,D]
+static Tensor with_rows_times(const Tensor& t, int begin, int end, float factor) {
     std::vector<float> x = to_floats(t);
     for (int64_t i = begin * t.dim(3); i < end * t.dim(3); i++) { x[i] *= factor; }
     return from_floats(x, t.shape, t.dtype);
 }
-// q's rows have standard deviation q_std; if `few`, only rows 16 to 31 of B 1, H 1 have it, which are one warp's.
-static Problem make_problem(const Sizes& s, DType dtype, bool causal, float q_std = 1, bool few = false) {
+// q's rows have standard deviation q_std; if `few`, only rows 16 to 31 of B 1, H 1 have it, which
+// are one warp's.
+static Problem make_problem(const Sizes& s, DType dtype, bool causal, float q_std = 1,
+                            bool few = false) {
     Problem p;
     p.in = random_inputs({s.B, s.H, s.Tq, s.Tk, s.D, causal}, dtype, 1);
     if (few) { p.in.q = with_rows_times(p.in.q, 16, 32, q_std); }
@@ -62,9 +69,10 @@ static Problem make_problem(const Sizes& s, DType dtype, bool causal, float q_st
     find_truth(p, causal);
     return p;
 }
-// atol: times the largest value of the tensor, because single elements cancel; at least 1, because one key alone has
-// P = 1: its dQ and dK are exactly 0, and what remains is rounding.
-static void check_close(const std::string& what, const Tensor& got, const Tensor& want, double rtol, double atol) {
+// atol: times the largest value of the tensor, because single elements cancel; at least 1, because
+// one key alone has P = 1: its dQ and dK are exactly 0, and what remains is rounding.
+static void check_close(const std::string& what, const Tensor& got, const Tensor& want, double rtol,
+                        double atol) {
     Comparison c = compare(got, want, rtol, atol * std::max(1.0, largest(want)));
     CHECK_MESSAGE(c.ok(), what, ": ", to_string(c));
 }
@@ -81,7 +89,7 @@ static Result run(const Inputs& in, bool causal) {
     return {detached(o), Tensor(), x.q.gradient->value, x.k.gradient->value, x.v.gradient->value};
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // naive and fused, by context.mode
 
 TEST_CASE("attention and its backward are the handout's equations, in float64") {
@@ -107,15 +115,18 @@ TEST_CASE("attention's backward agrees with central differences") {
             const std::vector<double> dO = to_doubles(in.dO);
             for (std::string name : {"reference", "naive", "fused"}) {
                 auto outputs = [&](const Inputs& x) {
-                    return name == "reference" ? reference(x, F64).results : outputs_of(impl_named(name, F64), x);
+                    return name == "reference" ? reference(x, F64).results
+                                               : outputs_of(impl_named(name, F64), x);
                 };
                 const Result got = result_of(outputs(in));
                 auto loss = [&] {
                     NoGrad no_grad;
-                    const std::vector<double> o = to_doubles(outputs({in.q, in.k, in.v, causal})[0]);
+                    const std::vector<double> o =
+                        to_doubles(outputs({in.q, in.k, in.v, causal})[0]);
                     return std::inner_product(o.begin(), o.end(), dO.begin(), 0.0);
                 };
-                const Tensor *inputs[] = {&in.q, &in.k, &in.v}, *gradients[] = {&got.dq, &got.dk, &got.dv};
+                const Tensor *inputs[] = {&in.q, &in.k, &in.v},
+                             *gradients[] = {&got.dq, &got.dk, &got.dv};
                 for (int j = 0; j < 3; j++) {
                     Tensor want = empty(inputs[j]->shape, F64);
                     for (int64_t i = 0; i < want.size(); i++) {
@@ -145,7 +156,8 @@ TEST_CASE_TEMPLATE("attention in every precision", D, OnCPU, OnCUDA) {
                     INFO(to_string(s), " ", setting_now(), causal ? " causal" : "");
                     Problem p = make_problem(s, F32, causal);
                     Result got = run(p.in, causal);
-                    // Autocast's eager output takes P's type, which exp and div make fp32 and the product low again.
+                    // Autocast's eager output takes P's type, which exp and div make fp32 and the
+                    // product low again.
                     CHECK(got.o.dtype == matmul_dtype());
                     CHECK(got.dq.dtype == F32);
                     got.L = p.truth.L;
@@ -165,16 +177,20 @@ TEST_CASE_TEMPLATE("large scores stay finite", D, OnCPU, OnCUDA) {
                 context.precision = precision, context.mode = mode;
                 INFO(setting_now(), causal ? " causal" : "");
                 Inputs in = random_inputs({s.B, s.H, s.Tq, s.Tk, s.D, causal}, F32, 1);
-                // Every product of a query and a key is 16 * 50^2 with either sign: scores of 1e4 and -1e4.
+                // Every product of a query and a key is 16 * 50^2 with either sign: scores of 1e4
+                // and -1e4.
                 for (Tensor* t : {&in.q, &in.k}) {
                     std::vector<float> x(t->size());
-                    for (size_t i = 0; i < x.size(); i++) { x[i] = i / s.D % 3 == 0 ? 50.0f : -50.0f; }
+                    for (size_t i = 0; i < x.size(); i++) {
+                        x[i] = i / s.D % 3 == 0 ? 50.0f : -50.0f;
+                    }
                     *t = from_floats(x, t->shape);
                 }
                 Result r = run(in, causal);
                 for (const Tensor& t : {r.o, r.dq, r.dk, r.dv}) {
                     std::vector<float> values = to_floats(t);
-                    CHECK(std::all_of(values.begin(), values.end(), [](float x) { return std::isfinite(x); }));
+                    CHECK(std::all_of(values.begin(), values.end(),
+                                      [](float x) { return std::isfinite(x); }));
                 }
             }
         }
@@ -190,15 +206,19 @@ TEST_CASE_TEMPLATE("causal attention does not see later keys", D, OnCPU, OnCUDA)
         const Inputs p = random_inputs({1, 1, 8, 8, 16, true}, F32, 1);
         NoGrad no_grad;
         std::vector<float> before = to_floats(attention(p.q, p.k, p.v, true));
-        for (const Tensor* t : {&p.k, &p.v}) { copy(view(*t, 5 * s.D, {s.D}), normal({s.D}, F32, 9, 100)); }  // key 5
+        // key 5
+        for (const Tensor* t : {&p.k, &p.v}) {
+            copy(view(*t, 5 * s.D, {s.D}), normal({s.D}, F32, 9, 100));
+        }
         std::vector<float> after = to_floats(attention(p.q, p.k, p.v, true));
         CHECK(std::equal(before.begin(), before.begin() + 5 * s.D, after.begin()));
         for (int i = 5; i < 8; i++) { CHECK(before[i * s.D] != after[i * s.D]); }
     }
 }
 
-TEST_CASE_TEMPLATE("attention takes the views that split heads, and gives the same bits in every run", D, OnCPU,
-                   OnCUDA) {
+TEST_CASE_TEMPLATE(
+    "attention takes the views that split heads, and gives the same bits in every run", D, OnCPU,
+    OnCUDA) {
     if (!begin<D>()) { return; }
     const Sizes s = {2, 3, 33, 33, 16};
     for (Mode mode : {EAGER, FUSED}) {
@@ -217,7 +237,8 @@ TEST_CASE_TEMPLATE("attention takes the views that split heads, and gives the sa
     }
 }
 
-TEST_CASE_TEMPLATE("a fused softmax takes scores of -inf, first in a row or all but its last", D, OnCPU, OnCUDA) {
+TEST_CASE_TEMPLATE("a fused softmax takes scores of -inf, first in a row or all but its last", D,
+                   OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     const int T = 100;  // a warp's lanes have three or four columns each
     std::vector<float> x(2 * T, -INFINITY), want(2 * T);
@@ -236,8 +257,11 @@ TEST_CASE_TEMPLATE("a first tile whose scores are all -inf counts nothing", D, O
     for (int j = 0; j < 128; j++) { k[j * 16] = -INFINITY; }  // tiled's first tile, v1's first four
     in.q = from_floats(q, in.q.shape), in.k = from_floats(k, in.k.shape), in.dO = Tensor();
     for (const char* name : {"naive", "fused", D::device == CPU ? "tiled" : "flash_v1"}) {
-        const std::vector<Tensor> got = outputs_of(impl_named(name), in), want = reference(in, F32).results;
-        for (int i : {0, 1}) { check_close(std::string(name) + " " + names[i], got[i], want[i], 1e-5, 1e-6); }
+        const std::vector<Tensor> got = outputs_of(impl_named(name), in),
+                                  want = reference(in, F32).results;
+        for (int i : {0, 1}) {
+            check_close(std::string(name) + " " + names[i], got[i], want[i], 1e-5, 1e-6);
+        }
     }
 }
 
@@ -252,15 +276,15 @@ TEST_CASE_TEMPLATE("attention fails on shapes that do not fit", D, OnCPU, OnCUDA
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Tests of attention.cu and the fast kernels: every row of the table of implementations, on the devices that are here,
-// against the reference in float64, on strided tensors that lie in memory full of NaN, with outputs that nothing may be
-// written around.
+// -------------------------------------------------------------------------------------------------
+// Tests of attention.cu and the fast kernels: every row of the table of implementations, on the
+// devices that are here, against the reference in float64, on strided tensors that lie in memory
+// full of NaN, with outputs that nothing may be written around.
 
 static const DType low_types[] = {F32, BF16, F16};
 
-// A [B,H,T,D] tensor as the model has it, a view of [B,T,H,D] rows, with `guard` more rows before and behind, all of it
-// filled with `fill` first.
+// A [B,H,T,D] tensor as the model has it, a view of [B,T,H,D] rows, with `guard` more rows before
+// and behind, all of it filled with `fill` first.
 struct Guarded {
     Tensor all, t;
 };
@@ -286,15 +310,19 @@ static bool guards_hold(const Guarded& g, float fill) {
 
 static double tolerance_of(DType t) { return t == F32 ? 1e-4 : t == F16 ? 4e-3 : 2.5e-2; }
 
-// Implementations with passes of their own run on guarded, strided tensors; naive and fused run through the tape.
+// Implementations with passes of their own run on guarded, strided tensors; naive and fused run
+// through the tape.
 static void check_impl(const AttentionImpl& impl, const Problem& p, bool causal) {
     const Inputs& x = p.in;
     const DType dtype = x.q.dtype;
-    const int B = (int)x.q.dim(0), H = (int)x.q.dim(1), Tq = (int)x.q.dim(2), Tk = (int)x.k.dim(2), D = (int)x.q.dim(3);
-    CAPTURE(strprintf("%s %s B %d H %d Tq %d Tk %d D %d %s", impl.name, name_of(dtype), B, H, Tq, Tk, D,
-                      causal ? "causal" : "full"));
+    const int B = (int)x.q.dim(0), H = (int)x.q.dim(1), Tq = (int)x.q.dim(2), Tk = (int)x.k.dim(2),
+              D = (int)x.q.dim(3);
+    CAPTURE(strprintf("%s %s B %d H %d Tq %d Tk %d D %d %s", impl.name, name_of(dtype), B, H, Tq,
+                      Tk, D, causal ? "causal" : "full"));
     const double tolerance = tolerance_of(dtype);
-    if (!impl.forward) { return check_result(result_of(impl, x, causal), p.truth, tolerance, tolerance); }
+    if (!impl.forward) {
+        return check_result(result_of(impl, x, causal), p.truth, tolerance, tolerance);
+    }
     Guarded in[4], out[4];  // q k v dO | o dq dk dv
     const Tensor* values[] = {&x.q, &x.k, &x.v, &x.dO};
     for (int i = 0; i < 4; i++) {
@@ -304,7 +332,8 @@ static void check_impl(const AttentionImpl& impl, const Problem& p, bool causal)
         fill_with(out[i], normal(out[i].t.shape, dtype, 9, NAN));  // what is not written stays NaN
     }
     Tensor L = from_floats(std::vector<float>(B * H * Tq, NAN), {B, H, Tq});
-    AttentionTensors t{in[0].t, in[1].t, in[2].t, causal, in[3].t, out[0].t, L, out[1].t, out[2].t, out[3].t};
+    AttentionTensors t{in[0].t,  in[1].t, in[2].t,  causal,   in[3].t,
+                       out[0].t, L,       out[1].t, out[2].t, out[3].t};
     impl.forward(t);
     impl.backward(t);
     check_result({t.o, L, t.dq, t.dk, t.dv}, p.truth, tolerance, tolerance);
@@ -317,7 +346,8 @@ static std::vector<const AttentionImpl*> impls_for(DType dtype, int64_t D) {  //
     }
     return all;
 }
-// With q_std > 1 the scores are large; rows that keep S in 16 bits are then off by S's rounding, and are left out.
+// With q_std > 1 the scores are large; rows that keep S in 16 bits are then off by S's rounding,
+// and are left out.
 static void check_all(const Sizes& s, bool causal, float q_std = 1, bool few = false) {
     for (DType dtype : low_types) {
         const auto impls = impls_for(dtype, s.D);
@@ -331,12 +361,14 @@ static void check_all(const Sizes& s, bool causal, float q_std = 1, bool few = f
 
 TEST_CASE_TEMPLATE("flash: every implementation at every length and head size", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    const std::pair<int, int> lengths[] = {{1, 1},     {2, 2},    {31, 31},  {63, 63}, {64, 64}, {65, 65},  {127, 127},
-                                           {129, 129}, {65, 129}, {129, 65}, {1, 200}, {200, 1}, {200, 200}};
+    const std::pair<int, int> lengths[] = {{1, 1},   {2, 2},     {31, 31},   {63, 63},  {64, 64},
+                                           {65, 65}, {127, 127}, {129, 129}, {65, 129}, {129, 65},
+                                           {1, 200}, {200, 1},   {200, 200}};
     for (int head : {16, 32, 64, 80, 128}) {
         for (auto [Tq, Tk] : lengths) {
             for (bool causal : {false, true}) {
-                bool most = head != 64 && Tq * Tk > 10000 && D::device == CPU;  // the CPU checks these at one head size
+                // the CPU checks these at one head size
+                bool most = head != 64 && Tq * Tk > 10000 && D::device == CPU;
                 if (!most) { check_all({head == 16 ? 2 : 1, 2, Tq, Tk, head}, causal); }
             }
         }
@@ -363,7 +395,8 @@ static void check_shares(const std::vector<AttentionCase>& cases, int seeds) {
         }
     }
     for (const auto& [dtype, shares] : all) {
-        std::string text = strprintf("%s, %d seeds, worst share of the bound:", name_of(dtype), seeds);
+        std::string text =
+            strprintf("%s, %d seeds, worst share of the bound:", name_of(dtype), seeds);
         for (int i = 0; i < 5; i++) {
             text += strprintf(" %s %.3f", names[i], shares[i]);
             CHECK_MESSAGE(shares[i] <= 1, name_of(dtype), " ", names[i]);
@@ -372,8 +405,9 @@ static void check_shares(const std::vector<AttentionCase>& cases, int seeds) {
     }
 }
 static const std::vector<AttentionCase> seed_cases = {
-    {1, 2, 1, 1, 16, true},    {1, 2, 33, 33, 16, true},    {2, 1, 65, 65, 32, true},  {1, 1, 31, 100, 80, false},
-    {1, 1, 100, 31, 80, true}, {1, 1, 130, 130, 64, false}, {1, 1, 63, 200, 128, true}};
+    {1, 2, 1, 1, 16, true},     {1, 2, 33, 33, 16, true},  {2, 1, 65, 65, 32, true},
+    {1, 1, 31, 100, 80, false}, {1, 1, 100, 31, 80, true}, {1, 1, 130, 130, 64, false},
+    {1, 1, 63, 200, 128, true}};
 TEST_CASE_TEMPLATE("flash: the bounds hold for 32 seeds", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     check_shares(seed_cases, 32);
@@ -388,11 +422,14 @@ TEST_CASE_TEMPLATE("flash: the bounds hold for 1000 seeds" * doctest::skip(), D,
 static std::string mistake;
 static bool is(const char* name) { return mistake == name; }
 static void mistaken(const AttentionTensors& t, bool backward) {
-    const int64_t H = t.q.dim(1), heads = t.q.dim(0) * H, Tq = t.q.dim(2), Tk = t.k.dim(2), D = t.q.dim(3);
+    const int64_t H = t.q.dim(1), heads = t.q.dim(0) * H, Tq = t.q.dim(2), Tk = t.k.dim(2),
+                  D = t.q.dim(3);
     const std::vector<double> Q = to_doubles(t.q), K = to_doubles(t.k), V = to_doubles(t.v);
     const std::vector<double> dO = backward ? to_doubles(t.dO) : std::vector<double>(Q.size());
     std::vector<float> o(Q.size()), L(heads * Tq), dq(Q.size()), dk(K.size()), dv(K.size());
-    const double scale = is("no scale") ? 1 : is("the scale twice") ? 1.0 / D : 1 / std::sqrt((double)D);
+    const double scale = is("no scale")          ? 1
+                         : is("the scale twice") ? 1.0 / D
+                                                 : 1 / std::sqrt((double)D);
     for (int64_t head = 0; head < heads; head++) {
         if (is("only the first batch") && head >= H) { continue; }
         for (int64_t i = 0; i < Tq; i++) {
@@ -401,7 +438,8 @@ static void mistaken(const AttentionTensors& t, bool backward) {
             if (is("a query does not see its own key") && t.causal) { n = std::max(1, n - 1); }
             if (is("a query sees one key more") && t.causal) { n = std::min((int)Tk, n + 1); }
             if (is("the last tile of keys is skipped") && n > 32) { n = (n - 1) / 32 * 32; }
-            const double *q = &Q[(head * Tq + i) * D], *k = &K[head * Tk * D], *v = &V[head * Tk * D];
+            const double *q = &Q[(head * Tq + i) * D], *k = &K[head * Tk * D],
+                         *v = &V[head * Tk * D];
             const double* g = &dO[(head * Tq + i) * D];
             std::vector<double> s(n), p(n), dp(n);
             double m = -INFINITY, l = 0, tile_m = -INFINITY;
@@ -410,7 +448,10 @@ static void mistaken(const AttentionTensors& t, bool backward) {
                 m = std::max(m, s[j]);
             }
             for (int j = 0; j < n; j++) {
-                if (j % 32 == 0) { tile_m = std::max(tile_m, *std::max_element(&s[j], &s[0] + std::min(n, j + 32))); }
+                if (j % 32 == 0) {
+                    tile_m =
+                        std::max(tile_m, *std::max_element(&s[j], &s[0] + std::min(n, j + 32)));
+                }
                 p[j] = std::exp(s[j] - (is("old tiles are not rescaled") ? tile_m : m));
                 l += p[j];
             }
@@ -418,7 +459,9 @@ static void mistaken(const AttentionTensors& t, bool backward) {
             L[head * Tq + i] = (float)((is("L is log l") ? 0 : m) + log_l);
             const double of_O = is("O is not divided by l") ? 1 : l;
             for (int j = 0; j < n; j++) {
-                for (int d = 0; d < D; d++) { o[(head * Tq + i) * D + d] += (float)(p[j] / of_O * v[j * D + d]); }
+                for (int d = 0; d < D; d++) {
+                    o[(head * Tq + i) * D + d] += (float)(p[j] / of_O * v[j * D + d]);
+                }
             }
             double Di = 0;
             for (int j = 0; j < n; j++) {
@@ -429,8 +472,10 @@ static void mistaken(const AttentionTensors& t, bool backward) {
                 const double ds = (is("dS without P") ? 1 : p[j] / l) * (dp[j] - Di);
                 for (int d = 0; d < D; d++) {
                     const int64_t key = (head * Tk + j) * D + d, query = (head * Tq + i) * D + d;
-                    dv[key] += (float)(p[j] / (is("dV from P that is not divided by l") ? 1 : l) * g[d]);
-                    dq[query] += (float)((is("dQ without the scale") ? 1 : scale) * ds * k[j * D + d]);
+                    dv[key] +=
+                        (float)(p[j] / (is("dV from P that is not divided by l") ? 1 : l) * g[d]);
+                    dq[query] +=
+                        (float)((is("dQ without the scale") ? 1 : scale) * ds * k[j * D + d]);
                     dk[key] += (float)((is("dK without the scale") ? 1 : scale) * ds * q[d]);
                 }
             }
@@ -440,7 +485,9 @@ static void mistaken(const AttentionTensors& t, bool backward) {
     if (is("O is 10 % off")) {
         for (float& x : o) { x *= 1.1f; }
     }
-    auto write = [](const Tensor& to, const std::vector<float>& x) { copy(to, from_floats(x, to.shape, to.dtype)); };
+    auto write = [](const Tensor& to, const std::vector<float>& x) {
+        copy(to, from_floats(x, to.shape, to.dtype));
+    };
     if (!backward) { return write(t.o, o), write(t.L, L); }
     write(t.dq, dq), write(t.dk, dk), write(t.dv, dv);
 }
@@ -502,20 +549,26 @@ TEST_CASE("flash: a WRONG row fails flash_forward and flash_backward, and leaves
     for (bool wrong : {false, true}) {
         for (bool with_backward : {false, true}) {
             int exit_code = -1;
-            const std::string text =
-                printed([&] { exit_code = with_backward ? cmd_flash_backward(o) : cmd_flash_forward(o); });
+            const std::string text = printed(
+                [&] { exit_code = with_backward ? cmd_flash_backward(o) : cmd_flash_forward(o); });
             INFO(text);
             CHECK(exit_code == wrong);
-            CHECK(has(text, with_backward ? "Backward computes P again" : "**(c)** A masked score"));
+            CHECK(
+                has(text, with_backward ? "Backward computes P again" : "**(c)** A masked score"));
             CHECK(has(text, "24 of 80 checks are WRONG.") == wrong);
             CHECK(has(text, "All 56 checks pass: no error is above 0.") == !wrong);
-            const std::vector<std::string> rows = column(text, "implementation"), status = column(text, "status");
-            for (size_t i = 0; i < rows.size(); i++) { CHECK((status[i] == "WRONG") == (rows[i] == "10 % off")); }
+            const std::vector<std::string> rows = column(text, "implementation"),
+                                           status = column(text, "status");
+            for (size_t i = 0; i < rows.size(); i++) {
+                CHECK((status[i] == "WRONG") == (rows[i] == "10 % off"));
+            }
         }
-        table_of<AttentionImpl>().push_back({"10 % off", CPU, 99, any_float,
-                                             [](const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
-                                                Tensor* L) { return scale(attention_fused(q, k, v, causal, L), 1.1); },
-                                             nullptr, nullptr});
+        table_of<AttentionImpl>().push_back(
+            {"10 % off", CPU, 99, any_float,
+             [](const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Tensor* L) {
+                 return scale(attention_fused(q, k, v, causal, L), 1.1);
+             },
+             nullptr, nullptr});
     }
     table_of<AttentionImpl>() = all;
 }
@@ -527,13 +580,16 @@ TEST_CASE_TEMPLATE("flash: long sequences", D, OnCPU, OnCUDA) {
     if (D::device == CUDA) {
         check_all({1, 1, 4097, 4097, 64}, true);
         check_all({1, 1, 4097, 1000, 128}, true);
-        check_all({3, 100, 129, 129, 64}, true);  // more blocks than the card holds at once: the kernels' large tiles
+        // more blocks than the card holds at once: the kernels' large tiles
+        check_all({3, 100, 129, 129, 64}, true);
         check_all({3, 100, 129, 65, 128}, false);
-        check_all({1, 300, 400, 400, 16}, true);  // more heads than attention_grid() lets start together
+        // more heads than attention_grid() lets start together
+        check_all({1, 300, 400, 400, 16}, true);
     }
 }
-TEST_CASE_TEMPLATE("flash: large scores do not overflow, and a lone visible key is returned as it is", D, OnCPU,
-                   OnCUDA) {
+TEST_CASE_TEMPLATE(
+    "flash: large scores do not overflow, and a lone visible key is returned as it is", D, OnCPU,
+    OnCUDA) {
     if (!begin<D>()) { return; }
     for (bool causal : {false, true}) { check_all({1, 2, 130, 130, 64}, causal, 60); }
     // One warp's maxima rise from tile to tile, its neighbours' stay.
@@ -546,8 +602,9 @@ TEST_CASE_TEMPLATE("flash: large scores do not overflow, and a lone visible key 
         }
     }
 }
-// One number of the second of two heads is not finite: then no implementation may give a finite result where the
-// reference does not. Tiles may spread it further (0 times NaN is NaN), but not into the first head.
+// One number of the second of two heads is not finite: then no implementation may give a finite
+// result where the reference does not. Tiles may spread it further (0 times NaN is NaN), but not
+// into the first head.
 static void check_spread(const char* what, const Tensor& got_in, const Tensor& want_in) {
     std::vector<double> got = to_doubles(got_in), want = to_doubles(want_in);
     int hidden = 0, strayed = 0;
@@ -568,10 +625,11 @@ static void check_not_finite(const Inputs& clean, float value, const std::string
             p.in.*input = from_floats(x, clean.q.shape, clean.q.dtype);
             for (bool causal : {false, true}) {
                 find_truth(p, causal);
-                CHECK(!std::isfinite(largest(p.truth.dq) + largest(p.truth.dk) + largest(p.truth.dv)));
+                CHECK(!std::isfinite(largest(p.truth.dq) + largest(p.truth.dk) +
+                                     largest(p.truth.dv)));
                 for (const AttentionImpl* impl : impls_for(clean.q.dtype, C)) {
-                    CAPTURE(
-                        strprintf("%s, %s, %s, element %d", impl->name, what.c_str(), causal ? "causal" : "full", at));
+                    CAPTURE(strprintf("%s, %s, %s, element %d", impl->name, what.c_str(),
+                                      causal ? "causal" : "full", at));
                     const Result got = result_of(*impl, p.in, causal), want = p.truth;
                     check_spread("O", got.o, want.o), check_spread("L", got.L, want.L);
                     check_spread("dQ", got.dq, want.dq), check_spread("dK", got.dk, want.dk);
@@ -581,7 +639,8 @@ static void check_not_finite(const Inputs& clean, float value, const std::string
         }
     }
 }
-TEST_CASE_TEMPLATE("flash: what is not finite in the reference is so in every implementation", D, OnCPU, OnCUDA) {
+TEST_CASE_TEMPLATE("flash: what is not finite in the reference is so in every implementation", D,
+                   OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     for (DType dtype : low_types) {
         for (int head : {16, 32, 64, 80, 128}) {
@@ -589,21 +648,25 @@ TEST_CASE_TEMPLATE("flash: what is not finite in the reference is so in every im
             // 140: more than one tile of queries, and of keys; the last ones are not full.
             const Inputs clean = random_inputs({1, 2, 140, 140, head, false}, dtype, 1);
             for (float value : {NAN, INFINITY}) {
-                check_not_finite(clean, value, strprintf("%s, D %d, %f", name_of(dtype), head, value));
+                check_not_finite(clean, value,
+                                 strprintf("%s, D %d, %f", name_of(dtype), head, value));
             }
         }
     }
 }
 // A race shows itself by repetition. Only the fast kernels' dQ is a sum whose order may change.
-TEST_CASE_TEMPLATE("flash: many runs give the same O, L, dK and dV, and the same dQ but for rounding", D, OnCPU,
-                   OnCUDA) {
+TEST_CASE_TEMPLATE(
+    "flash: many runs give the same O, L, dK and dV, and the same dQ but for rounding", D, OnCPU,
+    OnCUDA) {
     if (!begin<D>()) { return; }
     DType dtype = D::device == CUDA ? BF16 : F32;
     for (const AttentionImpl* impl : impls_for(dtype, 64)) {
         if (!impl->forward) { continue; }
-        for (auto [head_size, many] : {std::pair(64, false), {128, false}, {64, true}, {128, true}}) {
+        for (auto [head_size, many] :
+             {std::pair(64, false), {128, false}, {64, true}, {128, true}}) {
             if (many && D::device == CPU) { continue; }
-            // many: over four tiles of queries per multiprocessor, so that blocks take one after another
+            // many: over four tiles of queries per multiprocessor, so that blocks take one after
+            // another
             const int H = many ? 200 : 3, T = many ? 400 : 777;
             const Inputs in = random_inputs({1, H, T, T, head_size, true}, dtype, 1);
             std::vector<Tensor> first;
@@ -647,13 +710,17 @@ TEST_CASE_TEMPLATE("flash: the attention command", D, OnCPU, OnCUDA) {
     std::string in = folder / "in.safetensors", out = folder / "out.safetensors";
     const Problem p = make_problem({2, 3, 33, 65, 32}, F32, true);
     std::vector<Tensor> host;
-    for (const Tensor* t : {&p.in.q, &p.in.k, &p.in.v, &p.in.dO}) { host.push_back(to_device(*t, CPU)); }
+    for (const Tensor* t : {&p.in.q, &p.in.k, &p.in.v, &p.in.dO}) {
+        host.push_back(to_device(*t, CPU));
+    }
     auto attention_on = [&](std::vector<std::string> more) {
         more.insert(more.begin(), {"attention", "--out", out, "--device", name_of(D::device)});
         return run_cs336(more);
     };
-    save_safetensors(
-        in, {{"q", describe(host[0])}, {"k", describe(host[1])}, {"v", describe(host[2])}, {"do", describe(host[3])}});
+    save_safetensors(in, {{"q", describe(host[0])},
+                          {"k", describe(host[1])},
+                          {"v", describe(host[2])},
+                          {"do", describe(host[3])}});
     auto check_output = [&](const char* name, const Tensor& want, const Shape& shape) {
         SafeTensors file = load_safetensors(out);
         FileTensor f = require_tensor(file, name, shape, {"F32"});
@@ -665,21 +732,30 @@ TEST_CASE_TEMPLATE("flash: the attention command", D, OnCPU, OnCUDA) {
     for (const char* impl : {"auto", "naive", "fused"}) {
         Run r = attention_on({"--inputs", in, "--causal", "--impl", impl});
         REQUIRE_MESSAGE(r.exit_code == 0, r.err);
-        const std::pair<const char*, const Tensor*> expected[] = {
-            {"o", &p.truth.o}, {"lse", &p.truth.L}, {"dq", &p.truth.dq}, {"dk", &p.truth.dk}, {"dv", &p.truth.dv}};
-        for (const auto& e : expected) { CHECK(check_output(e.first, *e.second, e.second->shape) == 5); }
+        const std::pair<const char*, const Tensor*> expected[] = {{"o", &p.truth.o},
+                                                                  {"lse", &p.truth.L},
+                                                                  {"dq", &p.truth.dq},
+                                                                  {"dk", &p.truth.dk},
+                                                                  {"dv", &p.truth.dv}};
+        for (const auto& e : expected) {
+            CHECK(check_output(e.first, *e.second, e.second->shape) == 5);
+        }
         remove(out.c_str());  // so that the next one has to be written
     }
     auto without_heads = [](const Tensor& t) {
         return describe(view(t, 0, {t.dim(0) * t.dim(1), t.dim(2), t.dim(3)}));
     };
-    save_safetensors(in, {{"q", without_heads(host[0])}, {"k", without_heads(host[1])}, {"v", without_heads(host[2])}});
+    save_safetensors(in, {{"q", without_heads(host[0])},
+                          {"k", without_heads(host[1])},
+                          {"v", without_heads(host[2])}});
     Run three = attention_on({"--inputs", in, "--causal"});
     REQUIRE_MESSAGE(three.exit_code == 0, three.err);
     CHECK(check_output("o", p.truth.o, {6, 33, 32}) == 2);
     check_output("lse", p.truth.L, {6, 33});
-    save_safetensors(
-        in, {{"q", describe(host[0])}, {"k", describe(host[1])}, {"v", describe(host[2])}, {"dO", describe(host[3])}});
+    save_safetensors(in, {{"q", describe(host[0])},
+                          {"k", describe(host[1])},
+                          {"v", describe(host[2])},
+                          {"dO", describe(host[3])}});
     Run misspelt = attention_on({"--inputs", in});
     CHECK(misspelt.exit_code == 1);
     CHECK_MESSAGE(has(misspelt.err, "tensor \"dO\": not q, k, v or do"), misspelt.err);
@@ -701,30 +777,36 @@ TEST_CASE_TEMPLATE("flash: PyTorch's fixture", D, OnCPU, OnCUDA) {
         return to_device(t, context.device);
     };
     const Inputs inputs{tensor(in, "q"), tensor(in, "k"), tensor(in, "v"), true, tensor(in, "do")};
-    const Result want{tensor(expected, "o"), tensor(expected, "lse"), tensor(expected, "dq"), tensor(expected, "dk"),
-                      tensor(expected, "dv")};
+    const Result want{tensor(expected, "o"), tensor(expected, "lse"), tensor(expected, "dq"),
+                      tensor(expected, "dk"), tensor(expected, "dv")};
     for (const AttentionImpl* impl : impls_for(F32, 16)) {
         INFO(std::string(impl->name));
         check_result(result_of(*impl, inputs, true), want, 1e-5, 1e-5);
     }
 }
-TEST_CASE_TEMPLATE("flash: the leaderboard says OOM where there is not the memory", D, OnCPU, OnCUDA) {
+TEST_CASE_TEMPLATE("flash: the leaderboard says OOM where there is not the memory", D, OnCPU,
+                   OnCUDA) {
     if (!begin<D>()) { return; }
-    Run r = run_cs336({"flash_leaderboard", "--quick", "--d_model", "1048576", "--num_heads", "65536",
-                       "--context_length", "1048576", "--format", "csv", "--device", name_of(D::device)});
+    Run r = run_cs336({"flash_leaderboard", "--quick", "--d_model", "1048576", "--num_heads",
+                       "65536", "--context_length", "1048576", "--format", "csv", "--device",
+                       name_of(D::device)});
     CHECK(r.exit_code == 1);
     CHECK_MESSAGE(has(r.err, "flash_leaderboard: no row fits into memory"), r.err);
     std::string row = r.out.substr(r.out.find("\ntiled,") + 1), oom = row.substr(row.find("OOM ("));
     oom.resize(oom.find(')') + 1);
-    if (D::device == CPU) { CHECK(row == "tiled," + oom + "," + oom + "," + oom + ",,-\n"); }  // and no rate
+    // and no rate
+    if (D::device == CPU) { CHECK(row == "tiled," + oom + "," + oom + "," + oom + ",,-\n"); }
 }
 TEST_CASE_TEMPLATE("flash: weighted_sum's table has no time and no rate of 0", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    Run r = run_cs336({"weighted_sum", "--quick", "--format", "csv", "--device", name_of(D::device)});
+    Run r =
+        run_cs336({"weighted_sum", "--quick", "--format", "csv", "--device", name_of(D::device)});
     CHECK(has(r.out, "errors against fp64; " + device_description() + "; commit "));
     REQUIRE_MESSAGE(r.exit_code == 0, r.err);
     CHECK(has(r.out, "\n1,1,"));  // 12 bytes in less than a microsecond
-    for (const char* zero : {",0.0,", ",0.0000,", ",0,"}) { CHECK_MESSAGE(!has(r.out, zero), r.out); }
+    for (const char* zero : {",0.0,", ",0.0000,", ",0,"}) {
+        CHECK_MESSAGE(!has(r.out, zero), r.out);
+    }
 }
 TEST_CASE("flash: v1 on the GPU, tiles' borders, all types") {  // small: for the sanitizers
     if (!begin_on(CUDA)) { return; }
@@ -737,11 +819,13 @@ TEST_CASE("flash: v1 on the GPU, tiles' borders, all types") {  // small: for th
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Tests of attention.cu's answers: numbers measured on an H200 in, the sentences out.
 
 static void check_says(const std::string& text, const std::vector<std::string>& phrases) {
-    for (const std::string& phrase : phrases) { CHECK_MESSAGE(has(text, phrase), phrase, " in: ", text); }
+    for (const std::string& phrase : phrases) {
+        CHECK_MESSAGE(has(text, phrase), phrase, " in: ", text);
+    }
     for (const char* never : {"nan", " inf", "  ", " .", "1 configurations"}) {
         CHECK_MESSAGE(!has(text, never), never, " in: ", text);
     }
@@ -762,14 +846,17 @@ TEST_CASE("answers: pytorch_attention") {
                                       {16384, 16, F32, passes(32.579, 67.138, NAN, 16457)},
                                       {8192, 128, F32, passes(11.979, 23.39, NAN, 4288.5)},
                                       {16384, 128, F32, passes(48.454, 97.052, NAN, 16737)}};
-    auto text = [&] { return printed([&] { answer_pytorch_attention(runs, 32768, 171902500864, 149443414425); }); };
-    check_says(text(), {"**(a)** Memory runs out in 0 of the 5 configurations.",
-                        "grows 3.97 times from S 8192 to 16384, with S^2. It is then 16457.0 MiB, of which the formula "
-                        "below explains 16425.0.",
-                        "S 32768 and D 16, needs 160.1 GiB of 139.2.",
-                        "exp(S - m) and P, 2 x 4 B S^2 = 2 x 4 x 8 x 32768^2 bytes = 64.0 GiB;",
-                        "5 x 4 B S D = 80.0 MiB;", "2 x 4 B S = 2.0 MiB.", "it holds 5 arrays of",
-                        "keeps L, one number per query", "It would hold q, k, v, O, dO and L, 81.0 MiB."});
+    auto text = [&] {
+        return printed([&] { answer_pytorch_attention(runs, 32768, 171902500864, 149443414425); });
+    };
+    check_says(text(),
+               {"**(a)** Memory runs out in 0 of the 5 configurations.",
+                "grows 3.97 times from S 8192 to 16384, with S^2. It is then 16457.0 MiB, of which "
+                "the formula below explains 16425.0.",
+                "S 32768 and D 16, needs 160.1 GiB of 139.2.",
+                "exp(S - m) and P, 2 x 4 B S^2 = 2 x 4 x 8 x 32768^2 bytes = 64.0 GiB;",
+                "5 x 4 B S D = 80.0 MiB;", "2 x 4 B S = 2.0 MiB.", "it holds 5 arrays of",
+                "keeps L, one number per query", "It would hold q, k, v, O, dO and L, 81.0 MiB."});
     runs[2].naive = oom();
     check_says(text(), {"Memory runs out in 1 of the 5 configurations.",
                         "from S 4096 to 8192, with S^2. It is then 4148.5 MiB"});
@@ -802,9 +889,11 @@ TEST_CASE("pytorch_attention names the smallest power of 2 that does not fit") {
     double needs = 0, has_GiB = 0;
     const size_t at = text.find("(doubling S, predicted), S ");
     REQUIRE(at != std::string::npos);
-    REQUIRE(sscanf(&text[at], "(doubling S, predicted), S %d and D 16, needs %lf GiB of %lf", &S, &needs, &has_GiB) ==
-            3);
-    auto peak = [](int S) { return peak_of_passes(impl_named("naive"), {8, 1, S, S, 16, false}, F32) / 1073741824.0; };
+    REQUIRE(sscanf(&text[at], "(doubling S, predicted), S %d and D 16, needs %lf GiB of %lf", &S,
+                   &needs, &has_GiB) == 3);
+    auto peak = [](int S) {
+        return peak_of_passes(impl_named("naive"), {8, 1, S, S, 16, false}, F32) / 1073741824.0;
+    };
     CHECK(peak(S) == doctest::Approx(needs).epsilon(0.01));
     CHECK(peak(S) > has_GiB - 0.05);
     CHECK(peak(S / 2) <= has_GiB + 0.05);
@@ -812,13 +901,16 @@ TEST_CASE("pytorch_attention names the smallest power of 2 that does not fit") {
 
 TEST_CASE("weighted_sum's rates count what each pass and the copy read and write") {
     begin<OnCPU>();
-    Table table{"", {"N", "D", "forward ms", "forward GB/s", "backward ms", "backward GB/s", "copy GB/s", "max error"}};
+    Table table{"",
+                {"N", "D", "forward ms", "forward GB/s", "backward ms", "backward GB/s",
+                 "copy GB/s", "max error"}};
     const double N = 3000, D = 400;
     const MemoryRates r = weighted_sum_row(table, 3000, 400);
     const std::string text = printed([&] { print(table); });
     auto cell = [&](const char* name) { return std::stod(column(text, name).at(0)); };
     CHECK(cell("forward ms") * r.forward == doctest::Approx(4e-6 * (N * D + D + N)).epsilon(0.02));
-    CHECK(cell("backward ms") * r.backward == doctest::Approx(4e-6 * (2 * N * D + 2 * D + N)).epsilon(0.02));
+    CHECK(cell("backward ms") * r.backward ==
+          doctest::Approx(4e-6 * (2 * N * D + 2 * D + N)).epsilon(0.02));
     CHECK(cell("forward GB/s") == doctest::Approx(r.forward).epsilon(0.02));
     CHECK(cell("backward GB/s") == doctest::Approx(r.backward).epsilon(0.02));
     CHECK(cell("copy GB/s") == doctest::Approx(r.copy).epsilon(0.02));
@@ -826,16 +918,20 @@ TEST_CASE("weighted_sum's rates count what each pass and the copy read and write
 
 TEST_CASE("answers: torch_compile's attention") {
     std::vector<AttentionRun> runs = {{256, 16, F32, passes(0.075, 0.125), passes(0.025, 0.046)},
-                                      {16384, 128, F32, passes(48.665, 96.981), passes(29.653, 55.999)}};
+                                      {16384, 128, F32, passes(48.665, 96.981),
+                                       passes(29.653, 55.999)}};
     auto text = [&] { return printed([&] { answer_torch_compile_attention(runs); }); };
-    check_says(text(), {"forward is faster in all 2 configurations that fit (1.64 to 3.00 times as fast). Its backward "
-                        "is faster in all 2 configurations that fit (1.73 to 2.72 times as fast). ",
-                        "torch.compile itself did not run."});
-    runs[0].other.forward = times(0.09), runs[0].other.backward = times(0.12, 0.03), runs[1].naive = oom();
+    check_says(
+        text(),
+        {"forward is faster in all 2 configurations that fit (1.64 to 3.00 times as fast). Its "
+         "backward is faster in all 2 configurations that fit (1.73 to 2.72 times as fast). ",
+         "torch.compile itself did not run."});
+    runs[0].other.forward = times(0.09), runs[0].other.backward = times(0.12, 0.03),
+    runs[1].naive = oom();
     check_says(text(),
-               {"forward is faster in 0 of the 1 configuration that fit (0.83 to 0.83 times as fast), slower in "
-                "1. In 1 memory runs out. Its backward is faster in 0 of the 1 configuration that fit, level "
-                "in 1. In 1 memory runs out. "});
+               {"forward is faster in 0 of the 1 configuration that fit (0.83 to 0.83 times as "
+                "fast), slower in 1. In 1 memory runs out. Its backward is faster in 0 of the 1 "
+                "configuration that fit, level in 1. In 1 memory runs out. "});
 }
 
 TEST_CASE("answers: flash_benchmarking calls nothing faster that is slower or within the noise") {
@@ -845,47 +941,57 @@ TEST_CASE("answers: flash_benchmarking calls nothing faster that is slower or wi
         {1024, 128, F32, passes(0.095, 0.133, 0.222), passes(0.112, 0.275, 0.385)},
         {65536, 128, F32, passes(125.522, 207.935, 332.953), passes(26.253, 66.962, 93.164)}};
     auto text = [&] { return printed([&] { answer_flash_benchmarking(runs); }); };
-    check_says(text(),
-               {"Compared with naive, flash (forward and backward) in bfloat16 is faster in all 2 configurations that "
-                "fit (36.84 to 93.94 times as fast).",
-                "flash (forward and backward) in float32 is faster in 1 of the 2 configurations that fit (0.58 to 3.57 "
-                "times as fast), slower in 1."});
+    check_says(text(), {"Compared with naive, flash (forward and backward) in bfloat16 is faster "
+                        "in all 2 configurations that fit (36.84 to 93.94 times as fast).",
+                        "flash (forward and backward) in float32 is faster in 1 of the 2 "
+                        "configurations that fit (0.58 to 3.57 times as fast), slower in 1."});
     // A factor of 0.74, once clear, once within a busy machine's noise; and naive without memory.
-    runs = {{512, 64, F32, passes(1, 1, 7.4), passes(1, 1, 10)}, {512, 64, BF16, oom(), passes(1, 1, 10)}};
-    check_says(text(), {"faster in 0 of the 1 configuration that fit (0.74 to 0.74 times as fast), slower in 1.",
-                        "in 0 of the 0 configurations that fit. In 1 memory runs out."});
+    runs = {{512, 64, F32, passes(1, 1, 7.4), passes(1, 1, 10)},
+            {512, 64, BF16, oom(), passes(1, 1, 10)}};
+    check_says(
+        text(),
+        {"faster in 0 of the 1 configuration that fit (0.74 to 0.74 times as fast), slower in 1.",
+         "in 0 of the 0 configurations that fit. In 1 memory runs out."});
     CHECK(!has(text(), "faster in 1"));
     runs[0].other.both.std = 15;  // of 100 runs: the standard error of the mean is 1.5
     check_says(text(), {"faster in 0 of the 1 configuration that fit, level in 1."});
     CHECK(!has(text(), "0.74"));
 }
 
-TEST_CASE("answers: flash_benchmarking names the launches only where naive's time does not change, on a GPU") {
+TEST_CASE(
+    "answers: flash_benchmarking names the launches only where naive's time does not change, on a "
+    "GPU") {
     begin<OnCPU>();
     std::vector<AttentionRun> runs;
-    for (auto [S, ms] : {std::pair{128, 0.344}, {256, 0.337}, {512, 0.354}, {1024, 1.113}, {2048, 4.078}}) {
+    for (auto [S, ms] :
+         {std::pair{128, 0.344}, {256, 0.337}, {512, 0.354}, {1024, 1.113}, {2048, 4.078}}) {
         runs.push_back({S, 16, BF16, passes(1, 1, ms), passes(1, 1, 0.03)});
     }
     runs.push_back({4096, 16, BF16, oom(), passes(1, 1, 0.1)});
-    runs.push_back({65536, 32, BF16, passes(1, 1, 0.344), passes(1, 1, 0.03)});  // of another head size
+    // of another head size
+    runs.push_back({65536, 32, BF16, passes(1, 1, 0.344), passes(1, 1, 0.03)});
     auto text = [&] { return printed([&] { answer_flash_benchmarking(runs); }); };
     CHECK(!has(text(), "launching"));
     context.device = CUDA;  // nothing runs on it
-    check_says(text(), {"Up to S 512 naive's time is that of launching its kernels: at D 16 it takes 0.344 ms at S 128 "
-                        "and 0.354 at S 512."});
+    check_says(text(), {"Up to S 512 naive's time is that of launching its kernels: at D 16 it "
+                        "takes 0.344 ms at S 128 and 0.354 at S 512."});
     runs[2].naive.both = times(0.5);  // only up to S 256
     CHECK(!has(text(), "launching"));
     context.device = CPU;
 }
 
-TEST_CASE("answers: weighted_sum's passes are bound by memory only where they move bytes as fast as a copy") {
+TEST_CASE(
+    "answers: weighted_sum's passes are bound by memory only where they move bytes as fast as a "
+    "copy") {
     auto text = [](MemoryRates rates) { return printed([&] { answer_weighted_sum(rates); }); };
-    check_says(text({2993, 2728, 2900}),
-               {"Memory bounds forward of the largest x: it moves 2993.0 GB/s, a copy of x 2900.0.",
-                "Memory bounds backward of the largest x: it moves 2728.0 GB/s, a copy of x 2900.0."});
-    check_says(text({2.1, 12, 14}), {"Memory does not bound forward of the largest x: it moves 2.1 GB/s, a copy of x "
-                                     "14.0.",
-                                     "Memory bounds backward"});
+    check_says(
+        text({2993, 2728, 2900}),
+        {"Memory bounds forward of the largest x: it moves 2993.0 GB/s, a copy of x 2900.0.",
+         "Memory bounds backward of the largest x: it moves 2728.0 GB/s, a copy of x 2900.0."});
+    check_says(
+        text({2.1, 12, 14}),
+        {"Memory does not bound forward of the largest x: it moves 2.1 GB/s, a copy of x 14.0.",
+         "Memory bounds backward"});
 }
 
 TEST_CASE("answers: flash_leaderboard") {
@@ -894,13 +1000,15 @@ TEST_CASE("answers: flash_leaderboard") {
         return printed([&] { answer_flash_leaderboard("hopper", c, passes(1.054, 2.476, 3.575)); });
     };
     begin<OnCPU>();
-    check_says(text(c), {"fastest, hopper, takes 3.575 ms for forward and backward (538 TFLOP/s), 1.054 ms for forward "
-                         "alone."});
+    check_says(text(c), {"fastest, hopper, takes 3.575 ms for forward and backward (538 TFLOP/s), "
+                         "1.054 ms for forward alone."});
     CHECK(!has(text(c), "class"));  // in fp32
     context.precision = PREC_BF16;
-    check_says(text(c), {"The class leaderboard of 2025 was led with 5.364 ms at these sizes, in Triton on an H100."});
-    for (const AttentionCase& other :
-         {AttentionCase{1, 2, 16384, 16384, 64, true}, {1, 16, 512, 512, 64, true}, {1, 16, 16384, 16384, 32, true}}) {
+    check_says(text(c), {"The class leaderboard of 2025 was led with 5.364 ms at these sizes, in "
+                         "Triton on an H100."});
+    for (const AttentionCase& other : {AttentionCase{1, 2, 16384, 16384, 64, true},
+                                       {1, 16, 512, 512, 64, true},
+                                       {1, 16, 16384, 16384, 32, true}}) {
         CHECK(!has(text(other), "class"));
     }
 }
@@ -928,7 +1036,9 @@ TEST_CASE("answers: the commands of sections 1.2 and 1.3, --quick") {
 
 TEST_CASE("answers: flash_leaderboard times those with tiles, and any other by its name") {
     auto out = [](const char* impl) {
-        return run_cs336({"flash_leaderboard", "--device", "cpu", "--context_length", "64", "--impl", impl}).out;
+        return run_cs336({"flash_leaderboard", "--device", "cpu", "--context_length", "64",
+                          "--impl", impl})
+            .out;
     };
     CHECK(has(out("all"), "\n| tiled "));
     CHECK(!has(out("all"), "\n| naive "));

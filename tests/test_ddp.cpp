@@ -1,5 +1,5 @@
-// Tests of ddp.cu: the four ways of data parallel training and the sharded optimizer against plain training, how
-// gradients are cut into buckets, when they go, the commands, and their answers.
+// Tests of ddp.cu: the four ways of data parallel training and the sharded optimizer against plain
+// training, how gradients are cut into buckets, when they go, the commands, and their answers.
 #include "ddp.cu"
 
 #include "test.h"
@@ -25,7 +25,8 @@ static Model flat_model(const std::vector<std::pair<const char*, Shape>>& parame
     return m;
 }
 
-// Four weights of one layer each, y = w3 * (w2 * (w1 * x)) + w0 * x, all [3]: w0 is not used where `skip` is set.
+// Four weights of one layer each, y = w3 * (w2 * (w1 * x)) + w0 * x, all [3]: w0 is not used where
+// `skip` is set.
 static Tensor objective(const Model& m, const Tensor& x, bool skip) {
     zero_gradients(m);
     Tensor y = mul(m.slots[0], mul(m.slots[1], mul(m.slots[2], x)));
@@ -37,7 +38,8 @@ static void check_data_parallel(const Communicator& c) {
         for (int steps = 0; steps < 2; steps++) {
             Model m = flat_model({{"w3", {3}}, {"w2", {3}}, {"w1", {3}}, {"w0", {3}}});
             copy(m.gradients, from_floats(std::vector<float>(12, NAN), {12}));
-            copy(m.weights, from_floats(std::vector<float>(12, 2.0f + c.rank), {12}));  // the broadcast makes it 2
+            // the broadcast makes it 2
+            copy(m.weights, from_floats(std::vector<float>(12, 2.0f + c.rank), {12}));
             auto d = data_parallel(c, strategy, 24e-6, m);
             Tensor x = from_floats({1, 1 + (float)c.rank, 3}, {3});
             begin_step(*d);
@@ -50,10 +52,12 @@ static void check_data_parallel(const Communicator& c) {
             double sum = 0, without = 0;  // of x1 over the ranks; of all but rank 1
             for (int r = 0; r < c.world; r++) { sum += 1 + r, without += r == 1 ? 0 : 1 + r; }
             const int used = c.world - (c.world > 1);
-            const double all[] = {1, sum / c.world, 3}, some[] = {(double)used, without, 3.0 * used};
+            const double all[] = {1, sum / c.world, 3},
+                         some[] = {(double)used, without, 3.0 * used};
             std::vector<float> g = to_floats(m.gradients);
             for (int i = 0; i < 12; i++) {
-                CHECK(g[i] == doctest::Approx(i < 9 ? 4 * all[i % 3] / 3 : some[i % 3] / 3 / c.world));
+                CHECK(g[i] ==
+                      doctest::Approx(i < 9 ? 4 * all[i % 3] / 3 : some[i % 3] / 3 / c.world));
             }
         }
     }
@@ -61,8 +65,9 @@ static void check_data_parallel(const Communicator& c) {
 TEST_CASE("ddp: gradients are averages that go early and what a rank does not use counts as zero") {
     if (lacks("gloo", CPU, 3)) { return; }
     for (int n : {1, 2, 3}) {
-        in_ranks("ddp: gradients are averages that go early and what a rank does not use counts as zero", n, CPU,
-                 check_data_parallel);
+        in_ranks(
+            "ddp: gradients are averages that go early and what a rank does not use counts as zero",
+            n, CPU, check_data_parallel);
     }
 }
 TEST_CASE("ddp: gradients are averages over NCCL") {
@@ -70,13 +75,15 @@ TEST_CASE("ddp: gradients are averages over NCCL") {
     in_ranks("ddp: gradients are averages over NCCL", 2, CUDA, check_data_parallel);
 }
 
-// y = w slow(w x): between the two uses of w backward takes long enough for an all-reduce that started too early.
+// y = w slow(w x): between the two uses of w backward takes long enough for an all-reduce that
+// started too early.
 static void check_tied(const Communicator& c) {
     Model m = flat_model({{"w", {2}}});
     copy(m.weights, from_floats({3, 5}, {2}));
     const Tensor w = m.slots[0];
     auto d = data_parallel(c, OVERLAPPED, 0, m);
-    Tensor x = from_floats({1, 2 + 2 * (float)c.rank}, {2}), inner = mul(w, x), slow = detached(inner);
+    Tensor x = from_floats({1, 2 + 2 * (float)c.rank}, {2}), inner = mul(w, x),
+           slow = detached(inner);
     record(slow, {inner}, [g = inner.gradient](const Tensor& dy) {
         usleep(50000);
         add_gradient(g, dy);
@@ -91,7 +98,9 @@ static void check_tied(const Communicator& c) {
 }
 TEST_CASE("ddp: a tied weight goes once and only after its last use") {
     if (lacks("gloo", CPU, 3)) { return; }
-    for (int n : {2, 3}) { in_ranks("ddp: a tied weight goes once and only after its last use", n, CPU, check_tied); }
+    for (int n : {2, 3}) {
+        in_ranks("ddp: a tied weight goes once and only after its last use", n, CPU, check_tied);
+    }
 }
 
 static void check_buckets(const Communicator& c) {
@@ -100,7 +109,8 @@ static void check_buckets(const Communicator& c) {
     make_gradients(model);
     for (double mb : {1e-6, 5e-4, 1e-3, 1.0}) {
         auto d = data_parallel(c, BUCKETED, mb, model);
-        size_t p = 0;  // whole tensors, in order, none left out, and the cap holds except for one alone
+        // whole tensors, in order, none left out, and the cap holds except for one alone
+        size_t p = 0;
         for (const Bucket& b : d->buckets) {
             double bytes = 0;
             int n = 0;
@@ -119,7 +129,8 @@ static void check_buckets(const Communicator& c) {
 TEST_CASE("ddp: a bucket's MB are millions of bytes, and caps that cut alike are one way") {
     DataParallel d;
     d.gradients.dtype = F32;
-    d.parameters = {{"a", {127500}, 0, Tensor()}, {"b", {127500}, 127500, Tensor()}};  // 510,000 bytes each
+    // 510,000 bytes each
+    d.parameters = {{"a", {127500}, 0, Tensor()}, {"b", {127500}, 127500, Tensor()}};
     cut_into_buckets(d, 1);
     CHECK(d.buckets.size() == 2);
 
@@ -136,7 +147,9 @@ TEST_CASE("ddp: only a sharded optimizer wants equal shards, and each group coun
     const Tensor w = from_floats({1, 1, 1, 1}, {4}), g = from_floats({0.5, 0.5, 0.5, 0.5}, {4});
     Optimizer whole{nine}, sharded{nine, ZERO1};
     add_parameter_group(whole, {w, g});
-    CHECK(failure_of([&] { add_parameter_group(sharded, {w, g}); }) == "1: 4 weights are not 9 equal shards");
+    CHECK(failure_of([&] {
+              add_parameter_group(sharded, {w, g});
+          }) == "1: 4 weights are not 9 equal shards");
 
     Optimizer o;
     AdamW adamw;
@@ -146,7 +159,8 @@ TEST_CASE("ddp: only a sharded optimizer wants equal shards, and each group coun
     add_parameter_group(o, {view(w, 2, {2}), view(g, 2, {2}), adamw});
     copy(g, from_floats({0.5, 0.5, 0.5, -2}, {4}));
     optimizer_step(o, 1);
-    CHECK(to_floats(w)[2] == doctest::Approx(0.9));  // a first step is lr, whatever the gradient's size
+    // a first step is lr, whatever the gradient's size
+    CHECK(to_floats(w)[2] == doctest::Approx(0.9));
     CHECK(to_floats(w)[3] == doctest::Approx(1.1));
 }
 static void check_what_ranks_tell(const Communicator& c) {
@@ -171,7 +185,8 @@ static void check_what_ranks_tell(const Communicator& c) {
 }
 TEST_CASE("ddp: ranks see that their bits differ and steps are means over them") {
     if (lacks("gloo", CPU, 2)) { return; }
-    in_ranks("ddp: ranks see that their bits differ and steps are means over them", 2, CPU, check_what_ranks_tell);
+    in_ranks("ddp: ranks see that their bits differ and steps are means over them", 2, CPU,
+             check_what_ranks_tell);
 }
 TEST_CASE("ddp: memory that is not there after all is a row of one process, not its end") {
     Options o;
@@ -204,18 +219,22 @@ static Run check_command(const std::vector<std::string>& words, const char* expe
 TEST_CASE("ddp: weights equal those of single-process training, 1 to 4 ranks, all ways") {
     if (lacks("gloo", CPU, 4)) { return; }
     for (const char* n : {"1", "2", "3", "4"}) {
-        for (const char* command : {"naive_ddp", "ddp_overlap_individual_parameters", "ddp_overlap_bucketed"}) {
-            check_command({command, "--device", "cpu", "--nproc", n}, "All ranks hold the same bits.");
+        for (const char* command :
+             {"naive_ddp", "ddp_overlap_individual_parameters", "ddp_overlap_bucketed"}) {
+            check_command({command, "--device", "cpu", "--nproc", n},
+                          "All ranks hold the same bits.");
             if (n == std::string("4")) { break; }  // more ranks than cores take their time
         }
-        check_command({"optimizer_state_sharding", "--device", "cpu", "--nproc", n}, "All ranks hold the same bits.");
+        check_command({"optimizer_state_sharding", "--device", "cpu", "--nproc", n},
+                      "All ranks hold the same bits.");
     }
 }
-static void check_often(const char* device, const char* backend, const char* most_ranks) {  // for a race
+// for a race
+static void check_often(const char* device, const char* backend, const char* most_ranks) {
     for (int i = 0; i < 20; i++) {
         const char* command = i % 2 ? "ddp_overlap_bucketed" : "ddp_overlap_individual_parameters";
-        check_command({command, "--device", device, "--backend", backend, "--nproc", i % 4 < 2 ? "2" : most_ranks,
-                       "--seed", std::to_string(i)},
+        check_command({command, "--device", device, "--backend", backend, "--nproc",
+                       i % 4 < 2 ? "2" : most_ranks, "--seed", std::to_string(i)},
                       "All ranks hold the same bits.");
     }
 }
@@ -227,7 +246,8 @@ TEST_CASE("ddp: overlapped over NCCL, 20 times") {
     if (lacks("nccl", CUDA, 2)) { return; }
     check_often("cuda", "nccl", "2");
 }
-// The head's and the embedding's buckets are large enough to be scattered and gathered, by copy engines.
+// The head's and the embedding's buckets are large enough to be scattered and gathered, by copy
+// engines.
 static void check_large_buckets(const Communicator& c) {
     Table losses{"", {"Way", "Step", "ours", "whole"}};
     std::vector<WeightsCheck> checks;
@@ -244,8 +264,8 @@ TEST_CASE("ddp: large buckets over NCCL") {
 }
 TEST_CASE("ddp: the same commands on GPUs") {
     if (lacks("nccl", CUDA, 2)) { return; }
-    for (const char* command :
-         {"naive_ddp", "ddp_overlap_individual_parameters", "ddp_overlap_bucketed", "optimizer_state_sharding"}) {
+    for (const char* command : {"naive_ddp", "ddp_overlap_individual_parameters",
+                                "ddp_overlap_bucketed", "optimizer_state_sharding"}) {
         check_command({command, "--device", "cuda", "--nproc", cuda_devices() >= 4 ? "4" : "2"},
                       "All ranks hold the same bits.");
     }
@@ -262,23 +282,29 @@ TEST_CASE("ddp: Gloo's all-reduces have all sizes beside NCCL's") {
 }
 TEST_CASE("ddp: benchmarking commands") {
     if (lacks("gloo", CPU, 2)) { return; }
-    Run r = run_cs336({"ddp_bucketed_benchmarking", "--device", "cpu", "--bucket_size_mb", "0.5,100"});
+    Run r =
+        run_cs336({"ddp_bucketed_benchmarking", "--device", "cpu", "--bucket_size_mb", "0.5,100"});
     INFO(r.out << r.err);
     CHECK(r.exit_code == 0);
     CHECK(has(r.out, "sizes of --quick where none is typed"));
-    CHECK(has(r.out, "size custom (3.61 million parameters, 0.0144 GB; d_model 128, d_ff 512, 4 layers, 4 heads, "));
+    CHECK(has(r.out,
+              "size custom (3.61 million parameters, 0.0144 GB; d_model 128, d_ff 512, 4 layers, 4 "
+              "heads, "));
     CHECK(has(r.out, "\n**(b)** "));
     CHECK(has(r.out, "| one process "));
     CHECK(has(r.err, "\nnaive: Step 3/3: "));
     CHECK(!has(r.err, "naive: Step 4/3"));
     CHECK(column(r.out, "hidden").at(1) == "0.0%");
-    const std::vector<std::string> ways = {"no sync", "naive", "flat", "overlapped", "0.5 MB", "100 MB"};
+    const std::vector<std::string> ways = {"no sync",    "naive",  "flat",
+                                           "overlapped", "0.5 MB", "100 MB"};
     const std::vector<std::string> calls = column(r.out, "calls"), losses = column(r.out, "Loss");
     REQUIRE(losses.size() == ways.size());
-    for (auto [way, n] : {std::pair(1, "39"), {2, "1"}, {3, "39"}, {5, "1"}}) {  // 9 tensors per layer and 3
+    // 9 tensors per layer and 3
+    for (auto [way, n] : {std::pair(1, "39"), {2, "1"}, {3, "39"}, {5, "1"}}) {
         INFO(ways[way]);
         CHECK(calls[way] == n);
-        CHECK(std::abs(std::stod(losses[way]) - std::stod(losses[1])) < 2e-4);  // all from the same weights
+        // all from the same weights
+        CHECK(std::abs(std::stod(losses[way]) - std::stod(losses[1])) < 2e-4);
     }
     CHECK(std::abs(std::stod(losses[0]) - std::stod(losses[1])) > 1e-3);
     Run memory = run_cs336({"optimizer_state_sharding_accounting", "--quick", "--device", "cpu"});
@@ -294,8 +320,8 @@ TEST_CASE("ddp: benchmarking commands") {
 TEST_CASE("ddp: steps that do not fit are rows that say so, and the run has failed") {
     if (lacks("gloo", CPU, 2)) { return; }
     for (const char* command : {"naive_ddp_benchmarking", "optimizer_state_sharding_accounting"}) {
-        Run r = run_cs336({command, "--device", "cpu", "--d_model", "65536", "--d_ff", "262144", "--num_layers", "96",
-                           "--num_heads", "512"});
+        Run r = run_cs336({command, "--device", "cpu", "--d_model", "65536", "--d_ff", "262144",
+                           "--num_layers", "96", "--num_heads", "512"});
         INFO(r.out << r.err);
         CHECK(r.exit_code == 1);
         CHECK(has(r.out, "| OOM ("));
@@ -307,16 +333,18 @@ TEST_CASE("ddp: all-reduces of groups of ranks come back as numbers") {
     Run r = run_cs336({"distributed_communication_single_node", "--device", "cpu", "--steps", "2"});
     INFO(r.out << r.err);
     CHECK(r.exit_code == 0);
-    for (const char* row :
-         {"|     2 |                1 |", "|     4 |                1 |", "|     6 |               10 |"}) {
+    for (const char* row : {"|     2 |                1 |", "|     4 |                1 |",
+                            "|     6 |               10 |"}) {
         CHECK_MESSAGE(has(r.out, std::string("| gloo    | cpu    ") + row), row);
     }
     CHECK(has(r.out, ": Gloo with 2 ranks takes "));
     CHECK(has(r.out, "**(ranks)** From 4 to 6 ranks Gloo takes "));
-    Run group = run_cs336({"distributed_communication_single_node", "--device", "cpu", "--nproc", "3"});
+    Run group =
+        run_cs336({"distributed_communication_single_node", "--device", "cpu", "--nproc", "3"});
     CHECK(group.exit_code == 0);
     CHECK(has(group.out, "| gloo    | cpu    |     3 |                1 |"));
-    Run one = run_cs336({"distributed_communication_single_node", "--device", "cpu", "--nproc", "1"});
+    Run one =
+        run_cs336({"distributed_communication_single_node", "--device", "cpu", "--nproc", "1"});
     CHECK(one.exit_code == 2);
     CHECK(has(one.err, "--nproc: got 1, takes 2 or more: one rank sends nothing"));
     if (cuda_devices() > 0) { return; }
@@ -328,18 +356,21 @@ TEST_CASE("ddp: --trace puts all ranks into one file") {
     if (lacks("gloo", CPU, 2)) { return; }
     Folder folder;
     std::string path = folder / "trace.json";
-    Run r =
-        run_cs336({"ddp_overlap_individual_parameters_benchmarking", "--quick", "--device", "cpu", "--trace", path});
+    Run r = run_cs336({"ddp_overlap_individual_parameters_benchmarking", "--quick", "--device",
+                       "cpu", "--trace", path});
     INFO(r.err);
     CHECK(r.exit_code == 0);
     nlohmann::json trace = nlohmann::json::parse(read_file(path), nullptr, false);
     REQUIRE(!trace.is_discarded());
     std::map<std::pair<int, std::string>, int> seen;  // process and name of a range
     for (const auto& event : trace["traceEvents"]) {
-        if (event["ph"] == "X") { seen[{event["pid"].get<int>(), event["name"].get<std::string>()}]++; }
+        if (event["ph"] == "X") {
+            seen[{event["pid"].get<int>(), event["name"].get<std::string>()}]++;
+        }
     }
     for (int rank : {0, 1}) {
-        for (const char* name : {"naive", "flat", "overlapped", "forward", "backward", "optimizer"}) {
+        for (const char* name :
+             {"naive", "flat", "overlapped", "forward", "backward", "optimizer"}) {
             INFO("rank " << rank << ", " << name);
             CHECK(seen[{rank, name}] > 0);
         }
@@ -348,39 +379,46 @@ TEST_CASE("ddp: --trace puts all ranks into one file") {
     CHECK(folder.files() == std::vector<std::string>{"trace.json"});  // no rank's own
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Tests of the answers of ddp.cu: numbers that two and four H200s and 32 CPU threads gave, and others.
+// -------------------------------------------------------------------------------------------------
+// Tests of the answers of ddp.cu: numbers that two and four H200s and 32 CPU threads gave, and
+// others.
 
 static void check_says(const std::string& text, const std::vector<std::string>& phrases) {
-    for (const std::string& phrase : phrases) { CHECK_MESSAGE(has(text, phrase), phrase, " in: ", text); }
+    for (const std::string& phrase : phrases) {
+        CHECK_MESSAGE(has(text, phrase), phrase, " in: ", text);
+    }
     for (const std::string never : {"nan", "inf ", "  ", "()", " ,", "( ", "1 calls", "1 ranks"}) {
         CHECK_MESSAGE(!has(text, never), "'", never, "' in: ", text);
     }
 }
-static Stats of_six(double mean, double std) { return {mean, std, mean, mean - std, mean + std, 6}; }
+static Stats of_six(double mean, double std) {
+    return {mean, std, mean, mean - std, mean + std, 6};
+}
 
 TEST_CASE("answers ddp: distributed_communication_single_node") {
     auto answers = [](const std::vector<AllReduceGroup>& groups) {
         return printed([&] { answer_distributed_communication_single_node(groups, 4); });
     };
-    check_says(
-        answers({{false, 2, {0.554, 5, 50, 501.26}},
-                 {false, 4, {0.785, 5, 64, 751.92}},
-                 {false, 6, {1.2, 6, 79, 745.33}},
-                 {true, 2, {0.035, 0.07, 0.37, 3.099}},
-                 {true, 4, {0.04, 0.1, 0.5, 4.274}}}),
-        {"Bandwidth limits both: Gloo with 2 ranks takes 501.3 ms for 1000 MB, 905 times as long as for 1 MB (0.554 "
-         "ms).",
-         "Latency limits the small tensor, bandwidth the large one: NCCL with 2 ranks takes 3.099 ms for 1000 "
-         "MB, 89 times as long",
-         "From 4 to 6 ranks Gloo takes 0.99 times as long for 1000 MB (a ring: 1.11 times).",
-         "From 2 to 4 ranks NCCL takes 1.38 times as long for 1000 MB (",
-         "With 2 ranks Gloo takes 15.8 times as long as NCCL for 1 MB, and 161.7 times for 1000 MB."});
+    check_says(answers({{false, 2, {0.554, 5, 50, 501.26}},
+                        {false, 4, {0.785, 5, 64, 751.92}},
+                        {false, 6, {1.2, 6, 79, 745.33}},
+                        {true, 2, {0.035, 0.07, 0.37, 3.099}},
+                        {true, 4, {0.04, 0.1, 0.5, 4.274}}}),
+               {"Bandwidth limits both: Gloo with 2 ranks takes 501.3 ms for 1000 MB, 905 times as "
+                "long as for 1 MB (0.554 ms).",
+                "Latency limits the small tensor, bandwidth the large one: NCCL with 2 ranks takes "
+                "3.099 ms for 1000 MB, 89 times as long",
+                "From 4 to 6 ranks Gloo takes 0.99 times as long for 1000 MB (a ring: 1.11 times).",
+                "From 2 to 4 ranks NCCL takes 1.38 times as long for 1000 MB (",
+                "With 2 ranks Gloo takes 15.8 times as long as NCCL for 1 MB, and 161.7 times for "
+                "1000 MB."});
     CHECK(has(answers({{false, 2, {0.5, 5, 50, 527.5}}}), "1055 times as long as for 1 MB"));
     CHECK(answers({{false, 2, {0.554, 5, 50, NAN}}}) == "");
     Options o;
     o.warmup = {1}, o.steps = 1;
-    const std::string table = printed([&] { print_all_reduces(o, {{true, 4, {0.04, 0.1, 0.5, 4.0}}}); });
+    const std::string table = printed([&] {
+        print_all_reduces(o, {{true, 4, {0.04, 0.1, 0.5, 4.0}}});
+    });
     CHECK(std::stod(column(table, "algbw (GB/s)").at(3)) == doctest::Approx(250));
     CHECK(std::stod(column(table, "busbw (GB/s)").at(3)) == doctest::Approx(375));  // 2 (4 - 1) / 4
     CHECK(bytes_of({false, 2, {}}, 0) == 5000000);
@@ -390,21 +428,26 @@ TEST_CASE("answers ddp: weights") {
     std::vector<WeightsCheck> checks(2, {"naive", "lm_head.weight", 5.96e-08, 1e-6, 250});
     checks[1].max = 1.19e-07;
     auto answers = [&] {
-        return printed([&] { print_checks(Communicator(), "caption", checks, "data parallel and of one process"); });
+        return printed([&] {
+            print_checks(Communicator(), "caption", checks, "data parallel and of one process");
+        });
     };
     CHECK(has(answers(),
-              "The weights of data parallel and of one process match: the largest difference is 1.19e-07 "
-              "(naive, lm_head.weight). Sums are taken in another order. All ranks hold the same bits.\n"));
+              "The weights of data parallel and of one process match: the largest difference is "
+              "1.19e-07 (naive, lm_head.weight). Sums are taken in another order. All ranks hold "
+              "the same bits.\n"));
     for (WeightsCheck& x : checks) { x.max = 0; }
-    CHECK(has(answers(), "match: the largest difference is 0.00e+00 (naive, lm_head.weight). All ranks hold the same"));
+    CHECK(has(answers(),
+              "match: the largest difference is 0.00e+00 (naive, lm_head.weight). All ranks hold "
+              "the same"));
     checks[0].match = false;
     CHECK_THROWS_WITH(answers(), "the weights differ");
 }
 
 // fp32, xl, two H200s, 2 x 128 tokens per rank
 static std::vector<DdpRun> recorded() {
-    auto run = [](Strategy strategy, double mb, double total, double std, double backward, double exposed, double comm,
-                  double hidden, int calls) {
+    auto run = [](Strategy strategy, double mb, double total, double std, double backward,
+                  double exposed, double comm, double hidden, int calls) {
         DdpRun r(strategy, mb);
         r.ms[TOTAL] = of_six(total, std), r.ms[BACKWARD] = of_six(backward, 0.05);
         r.ms[EXPOSED] = of_six(exposed, 0.05), r.ms[COMMUNICATION] = of_six(comm, 0.05);
@@ -422,30 +465,39 @@ static std::vector<DdpRun> recorded() {
 }
 TEST_CASE("answers ddp: naive, flat and overlapped") {
     std::vector<DdpRun> runs = recorded();
-    check_says(
-        printed([&] { answer_naive_ddp_benchmarking(runs); }),
-        {"A step takes 133.32 ms: 41.6 % more than without communication (94.17 ms). 39.20 ms of it (29.4 %) are "
-         "exposed communication",
-         "The 435 all-reduces, one per tensor, move 7992.9 MB in 36.93 ms (216 GB/s)."});
+    check_says(printed([&] { answer_naive_ddp_benchmarking(runs); }),
+               {"A step takes 133.32 ms: 41.6 % more than without communication (94.17 ms). 39.20 "
+                "ms of it (29.4 %) are exposed communication",
+                "The 435 all-reduces, one per tensor, move 7992.9 MB in 36.93 ms (216 GB/s)."});
     auto flat = [&] { return printed([&] { answer_minimal_ddp_flat_benchmarking(runs); }); };
-    check_says(flat(), {"a step takes 117.25 ms: 12.1 % less than naive (133.32 ms).",
-                        "The all-reduce of 7992.9 MB takes 23.07 ms: 37.5 % less than naive's calls (36.93 ms)."});
+    check_says(
+        flat(),
+        {"a step takes 117.25 ms: 12.1 % less than naive (133.32 ms).",
+         "The all-reduce of 7992.9 MB takes 23.07 ms: 37.5 % less than naive's calls (36.93 ms)."});
     runs[2].ms[TOTAL] = of_six(133.1, 0.3);
-    check_says(flat(), {"a step takes 133.10 ms: level with naive (133.32 ms) within 0.5 %, a clock's drift."});
+    check_says(
+        flat(),
+        {"a step takes 133.10 ms: level with naive (133.32 ms) within 0.5 %, a clock's drift."});
     runs = recorded();
-    auto overlapped = [&] { return printed([&] { answer_ddp_overlap_individual_parameters_benchmarking(runs); }); };
+    auto overlapped = [&] {
+        return printed([&] { answer_ddp_overlap_individual_parameters_benchmarking(runs); });
+    };
     check_says(overlapped(),
-               {"**(a)** Overlapped, a step takes 110.65 ms: 17.0 % less than naive (133.32 ms), and 5.6 % less than "
-                "flat (117.25 ms).",
-                "**(b)** In naive's trace (--trace FILE.json) all all-reduces lie after backward, and the compute "
-                "stream waits 39.20 ms. In overlapped's, 99.1 % of their time lies under backward, and it waits 0.59"});
+               {"**(a)** Overlapped, a step takes 110.65 ms: 17.0 % less than naive (133.32 ms), "
+                "and 5.6 % less than flat (117.25 ms).",
+                "**(b)** In naive's trace (--trace FILE.json) all all-reduces lie after backward, "
+                "and the compute stream waits 39.20 ms. In overlapped's, 99.1 % of their time lies "
+                "under backward, and it waits 0.59"});
     CHECK(!has(overlapped(), "cannot all lie under it"));  // 62.10 ms of calls, 68.24 of backward
     runs[3].ms[BACKWARD] = of_six(19.8, 0.1);
-    check_says(overlapped(), {"The calls take 62.10 ms, backward 19.80 ms, so they cannot all lie under it."});
+    check_says(overlapped(),
+               {"The calls take 62.10 ms, backward 19.80 ms, so they cannot all lie under it."});
     runs[3].ms[TOTAL] = of_six(420.33, 5.2);
     check_says(overlapped(), {"3.15 times as long as naive (133.32 ms)"});
     runs[3].ms[TOTAL] = {298.86, 400, 298.86, 100, 800, 3};
-    check_says(overlapped(), {"a step takes 298.86 ms: too noisy to compare with naive (133.32 ms), and too noisy"});
+    check_says(
+        overlapped(),
+        {"a step takes 298.86 ms: too noisy to compare with naive (133.32 ms), and too noisy"});
 }
 TEST_CASE("ddp: the cells of a table of steps") {
     std::vector<DdpRun> runs = recorded();
@@ -457,7 +509,8 @@ TEST_CASE("ddp: the cells of a table of steps") {
     auto table = [&] { return printed([&] { print_steps("caption", runs, single, o, 2); }); };
     CHECK(column(table(), "Samples/s").at(1) == "30.00");  // 2 ranks of 2 sequences in 133.32 ms
     CHECK(column(table(), "Tokens/s").at(1) == "3840");
-    CHECK(column(table(), "vs naive").at(2) == "+17.0%");  // overlapped: flat, which did not fit, has no row here
+    // overlapped: flat, which did not fit, has no row here
+    CHECK(column(table(), "vs naive").at(2) == "+17.0%");
     CHECK(column(table(), "speed-up").at(1) == "2.00x");
     CHECK(column(table(), "Forward (ms)").back() == "66.66 ± 1.00, 25%");
     CHECK(has(table(), "OOM (5.0"));
@@ -465,7 +518,8 @@ TEST_CASE("ddp: the cells of a table of steps") {
 }
 TEST_CASE("answers ddp: communication_accounting names a split that exists") {
     Options o = {};
-    o.d_model = 16384, o.d_ff = 53248, o.num_layers = 126, o.fsdp = 16, o.tp = 4, o.tokens = 2048, o.tflops = 460;
+    o.d_model = 16384, o.d_ff = 53248, o.num_layers = 126, o.fsdp = 16, o.tp = 4, o.tokens = 2048,
+    o.tflops = 460;
     o.bandwidth_gb = 180;
     check_says(printed([&] { cmd_communication_accounting(o); }),
                {"the least batch of 64 chips is 259.3 tokens per chip, with (X, Y) = (8, 8).",
@@ -476,14 +530,15 @@ TEST_CASE("answers ddp: ddp_bucketed_benchmarking") {
     auto answers = [&] { return printed([&] { answer_ddp_bucketed_benchmarking(runs); }); };
     check_says(
         answers(),
-        {"The fastest buckets have 100 MB: a step takes 103.94 ms, 6.1 % less than a tensor per call (110.65 ms) and "
-         "11.4 % less than flat (117.25 ms).\n",
-         "Fewer calls should take less time; here they do: 25.66 ms in 9 calls, 58.7 % less than a tensor per call "
-         "(62.10 ms). A large last bucket should leave more exposed; here it does: 3.07 ms with 1000 MB, 5.20 times as "
-         "long as a tensor per call (0.59 ms).",
+        {"The fastest buckets have 100 MB: a step takes 103.94 ms, 6.1 % less than a tensor per "
+         "call (110.65 ms) and 11.4 % less than flat (117.25 ms).\n",
+         "Fewer calls should take less time; here they do: 25.66 ms in 9 calls, 58.7 % less than a "
+         "tensor per call (62.10 ms). A large last bucket should leave more exposed; here it does: "
+         "3.07 ms with 1000 MB, 5.20 times as long as a tensor per call (0.59 ms).",
          "Here flat's all-reduce (23.07 ms) takes 0.44 times as long as backward (52.33 ms).",
-         "From naive's time (435 calls) and flat's (one call), for s = 7992.9 MB, follow o = 31.94 us per call and w = "
-         "346.9 GB/s. The best bucket then has 297.6 MB and an overhead of 1.72 ms."});
+         "From naive's time (435 calls) and flat's (one call), for s = 7992.9 MB, follow o = 31.94 "
+         "us per call and w = 346.9 GB/s. The best bucket then has 297.6 MB and an overhead of "
+         "1.72 ms."});
     runs[7].ms[TOTAL] = of_six(104.02, 0.2);  // level
     check_says(answers(), {"No bucket size is the fastest. With 100 MB: a step takes 103.94 ms, ",
                            "Level with it: 1000 MB (104.02 ms, within 0.5 %, a clock's drift)."});
@@ -491,18 +546,21 @@ TEST_CASE("answers ddp: ddp_bucketed_benchmarking") {
     runs[1].ms[COMMUNICATION] = of_six(7992.9, 0.05);  // a call takes 18 ms
     check_says(answers(), {"The best bucket then has 7993 MB"});
     runs[1].ms[COMMUNICATION] = of_six(22.1, 0.05);
-    check_says(answers(), {"Naive's 435 calls (22.10 ms) and flat's one (23.07 ms) do not give an o and a w here."});
+    check_says(
+        answers(),
+        {"Naive's 435 calls (22.10 ms) and flat's one (23.07 ms) do not give an o and a w here."});
 }
 
 TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
     constexpr double MIB = 1048576;
-    auto run = [](Sharding sharding, double after_init, double after_step, double state, double total,
-                  double optimizer) {
+    auto run = [](Sharding sharding, double after_init, double after_step, double state,
+                  double total, double optimizer) {
         ShardingRun r("", sharding);
         for (double peak : {after_init, 21340.3, after_step}) {
             const bool has_stepped = peak == after_step;
             MemoryUse use{};
-            use.peak = (size_t)(peak * MIB), use.peak_by[PARAMETERS] = use.peak_by[GRADIENTS] = (size_t)(7622.7 * MIB);
+            use.peak = (size_t)(peak * MIB),
+            use.peak_by[PARAMETERS] = use.peak_by[GRADIENTS] = (size_t)(7622.7 * MIB);
             use.peak_by[OPTIMIZER] = (size_t)(has_stepped * state * MIB);
             r.peaks.emplace_back("", use);
         }
@@ -512,27 +570,31 @@ TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
     std::vector<ShardingRun> runs = {run(UNSHARDED, 7622.7, 30522.8, 15245.3, 339.51, 13.39),
                                      run(BROADCAST, 7654.7, 22900.1, 7622.7, 354.61, 28.19),
                                      run(ZERO1, 7654.7, 22900.1, 7622.7, 335.83, 32.52)};
-    auto answers = [&](int ranks) { return printed([&] { answer_optimizer_state_sharding_accounting(runs, ranks); }); };
+    auto answers = [&](int ranks) {
+        return printed([&] { answer_optimizer_state_sharding_accounting(runs, ranks); });
+    };
     check_says(
         answers(2),
         {"Before the step weights take 7622.7 MiB and gradients 7622.7 MiB.",
          "ours, like ZeRO's, own equal parts of one flat buffer.",
-         "Unsharded, the peak is 7622.7 MiB after init, 21340.3 before the optimizer's step and 30522.8 after it. "
-         "Sharded, it is 7654.7, 21340.3 and 22900.1 MiB.",
+         "Unsharded, the peak is 7622.7 MiB after init, 21340.3 before the optimizer's step and "
+         "30522.8 after it. Sharded, it is 7654.7, 21340.3 and 22900.1 MiB.",
          "15245.3 MiB unsharded, 7622.7 MiB sharded, which is the expected 1/2.",
          "**(b)** An iteration takes 354.61 ms sharded, 4.4 % more than unsharded (339.51 ms).",
          "then broadcasts it: the optimizer takes 28.19 ms, 2.11 times as long as",
          "2 Psi (N-1)/N elements (7993.0 MB)", "3 Psi (N-1)/N (11989.5 MB)."});
     check_says(answers(4), {"which is not the expected 1/4."});
     runs[1].ms[TOTAL] = of_six(339.61, 0.23);
-    check_says(answers(2), {"sharded, level with unsharded (339.51 ms) within 0.5 %, a clock's drift."});
+    check_says(answers(2),
+               {"sharded, level with unsharded (339.51 ms) within 0.5 %, a clock's drift."});
     Communicator two;
     two.world = 2;
     auto can = [&](bool all) { return can_compare(two, {runs.begin(), runs.end()}, all); };
     CHECK(can(true));
     runs[0].oom = 1;
     CHECK(can(false));
-    CHECK(printed([&] { CHECK(!can(true)); }) == "Nothing to compare: that takes several ranks, and ways that fit.\n");
+    CHECK(printed([&] { CHECK(!can(true)); }) ==
+          "Nothing to compare: that takes several ranks, and ways that fit.\n");
     runs[1].oom = runs[2].oom = (size_t)5 << 30;
     CHECK_THROWS_WITH(can(true), "no step ran: each rank needs 5.0 GiB");
 }

@@ -1,5 +1,5 @@
-// Tests of lib/device.cu and lib/table.cu. Cases marked skip are run as child processes, because what they check ends a
-// process, or is read from the environment only once.
+// Tests of lib/device.cu and lib/table.cu. Cases marked skip are run as child processes, because
+// what they check ends a process, or is read from the environment only once.
 #include "test.h"
 
 #include <cerrno>
@@ -16,16 +16,19 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-extern "C" void __asan_init() __attribute__((weak));  // there with the address sanitizer, whose malloc does as it likes
+// there with the address sanitizer, whose malloc does as it likes
+extern "C" void __asan_init() __attribute__((weak));
 
-static std::string run_case(const std::string& name) { return run_ourselves({"--no-skip", "--test-case=" + name}); }
+static std::string run_case(const std::string& name) {
+    return run_ourselves({"--no-skip", "--test-case=" + name});
+}
 
 struct OnMeta {
     static constexpr Device device = META;
 };
 TYPE_TO_STRING(OnMeta);
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Errors and names
 
 TEST_CASE("measure: texts, failures and names") {
@@ -37,7 +40,9 @@ TEST_CASE("measure: texts, failures and names") {
     CHECK(std::string(name_of(OPTIMIZER)) == "optimizer state");
     CHECK(std::string(name_of(INPUTS)) == "inputs");
     for (Mode m : {EAGER, FUSED, FLASH}) { CHECK(mode_from(name_of(m)) == m); }
-    for (Precision p : {FP32, TF32, PREC_BF16, PREC_FP16, PREC_PURE_BF16}) { CHECK(precision_from(name_of(p)) == p); }
+    for (Precision p : {FP32, TF32, PREC_BF16, PREC_FP16, PREC_PURE_BF16}) {
+        CHECK(precision_from(name_of(p)) == p);
+    }
 }
 
 TEST_CASE("measure: choosing a device") {
@@ -51,7 +56,8 @@ TEST_CASE("measure: choosing a device") {
     }
 }
 
-TEST_CASE("measure: launches may ask for the devices") {  // the driver takes microseconds each time that it is asked
+// the driver takes microseconds each time that it is asked
+TEST_CASE("measure: launches may ask for the devices") {
     cuda_devices();
     double start = now_ms();
     for (int i = 0; i < 100000; i++) { cuda_devices(); }
@@ -62,16 +68,19 @@ TEST_CASE_TEMPLATE("measure: a device describes itself", D, OnCPU, OnMeta, OnCUD
     if (!begin<D>()) { return; }
     CHECK(device_description() != "");
     if (D::device == CUDA) { CHECK(has(device_description(), ", driver ")); }
-    if (D::device == CPU) { CHECK(has(device_description(), ", " + counted(cpu_threads(), "thread"))); }
+    if (D::device == CPU) {
+        CHECK(has(device_description(), ", " + counted(cpu_threads(), "thread")));
+    }
     CHECK(available_memory(D::device) > 64 << 20);
     synchronize();
     CHECK(commit() != "");
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Memory
 
-TEST_CASE_TEMPLATE("measure: memory is counted by category, and the peak keeps its shares", D, OnCPU, OnMeta, OnCUDA) {
+TEST_CASE_TEMPLATE("measure: memory is counted by category, and the peak keeps its shares", D,
+                   OnCPU, OnMeta, OnCUDA) {
     if (!begin<D>()) { return; }
     Device d = D::device;
     reset_peak(d);
@@ -101,7 +110,8 @@ TEST_CASE_TEMPLATE("measure: memory is counted by category, and the peak keeps i
     CHECK(use.now_by[ACTIVATIONS] == base.now_by[ACTIVATIONS]);
 }
 
-TEST_CASE_TEMPLATE("measure: zero bytes are allowed, and META counts what no machine has", D, OnCPU, OnMeta, OnCUDA) {
+TEST_CASE_TEMPLATE("measure: zero bytes are allowed, and META counts what no machine has", D, OnCPU,
+                   OnMeta, OnCUDA) {
     if (!begin<D>()) { return; }
     CHECK(allocate(D::device, 0, INPUTS)->bytes == 0);
     auto huge = allocate(META, size_t(1) << 46, WORKSPACE);
@@ -109,7 +119,8 @@ TEST_CASE_TEMPLATE("measure: zero bytes are allowed, and META counts what no mac
     CHECK(memory_use(META).now >= size_t(1) << 46);
 }
 
-TEST_CASE_TEMPLATE("measure: an absurd size is OutOfMemory, and leaves no trace", D, OnCPU, OnCUDA) {
+TEST_CASE_TEMPLATE("measure: an absurd size is OutOfMemory, and leaves no trace", D, OnCPU,
+                   OnCUDA) {
     if (!begin<D>()) { return; }
     Device d = D::device;
     MemoryUse before = memory_use(d);
@@ -123,7 +134,8 @@ TEST_CASE_TEMPLATE("measure: an absurd size is OutOfMemory, and leaves no trace"
             what = e.what();
         }
         CHECK(asked == bytes);
-        CHECK(has(what, strprintf("out of memory on %s: %.2f GiB for activations", name_of(d), bytes / 1073741824.0)));
+        CHECK(has(what, strprintf("out of memory on %s: %.2f GiB for activations", name_of(d),
+                                  bytes / 1073741824.0)));
     }
     CHECK(memory_use(d).now == before.now);
     CHECK(allocate(d, 1 << 20, ACTIVATIONS)->data != nullptr);  // and the device still works
@@ -134,7 +146,8 @@ TEST_CASE("measure: memory is what the control group leaves") {
     auto mib_left = [&](const char* max, size_t used, size_t cached) {
         write_file(group / "memory.max", std::string(max) + "\n");
         write_file(group / "memory.current", std::to_string(used << 20) + "\n");
-        write_file(group / "memory.stat", "anon 5\ninactive_file " + std::to_string(cached << 20) + "\n");
+        write_file(group / "memory.stat",
+                   "anon 5\ninactive_file " + std::to_string(cached << 20) + "\n");
         return system_memory(group.path.c_str()) / 1048576.0;
     };
     CHECK(mib_left("67108864", 30, 0) == 34);
@@ -145,7 +158,9 @@ TEST_CASE("measure: memory is what the control group leaves") {
 
     // What lies above it has its own limit, which all below it share.
     std::filesystem::create_directories(group / "job/step");
-    auto left_in = [&](const char* folder) { return system_memory((group / folder).c_str()) / 1048576.0; };
+    auto left_in = [&](const char* folder) {
+        return system_memory((group / folder).c_str()) / 1048576.0;
+    };
     CHECK(mib_left("67108864", 30, 0) == 34);
     CHECK(left_in("job/step") == 34);
     write_file(group / "job/memory.max", "max\n");
@@ -170,17 +185,22 @@ TEST_CASE("measure: child: may take 1 GiB of addresses more" * doctest::skip()) 
     CHECK(available_memory(CPU) > 800 << 20);
 }
 TEST_CASE("measure: memory is what RLIMIT_AS leaves") {
-    if (__asan_init) { return skip_this_case("the address sanitizer takes terabytes of addresses"); }
+    if (__asan_init) {
+        return skip_this_case("the address sanitizer takes terabytes of addresses");
+    }
     CHECK(failure_of([] { run_case("measure: child: may take 1 GiB*"); }) == "nothing thrown");
 }
 
-// What was freed has to come back as one piece: 80% of the memory in eighths, then in quarters, then at once.
+// What was freed has to come back as one piece: 80% of the memory in eighths, then in quarters,
+// then at once.
 TEST_CASE("measure: freed GPU memory is not lost in pieces") {
     if (!begin_on(CUDA)) { return; }
     size_t bytes = available_memory(CUDA) / 10 * 8;
     for (int pieces : {8, 4, 1}) {
         std::vector<std::shared_ptr<Memory>> held;
-        for (int i = 0; i < pieces; i++) { held.push_back(allocate(CUDA, bytes / pieces, ACTIVATIONS)); }
+        for (int i = 0; i < pieces; i++) {
+            held.push_back(allocate(CUDA, bytes / pieces, ACTIVATIONS));
+        }
         CHECK(available_memory(CUDA) < bytes / 2);
     }
     CHECK(available_memory(CUDA) >= bytes);
@@ -229,7 +249,7 @@ TEST_CASE("measure: ranges name allocations") {
     CHECK(std::string(allocate(META, 4, WORKSPACE)->op) == "outer");
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Time
 
 TEST_CASE("measure: statistics") {
@@ -245,16 +265,19 @@ TEST_CASE("measure: statistics") {
     CHECK(stats_of({3}).median == 3);
 
     auto why = [](double mean, double std, int n, double other = 10, double other_std = 0.3) {
-        const char* text = level({mean, std, mean, mean, mean, n}, {other, other_std, other, other, other, n});
+        const char* text =
+            level({mean, std, mean, mean, mean, n}, {other, other_std, other, other, other, n});
         return std::string(text ? text : "");
     };
     CHECK(why(10.05, 0, 100) == "within 0.5 %, a clock's drift");
     CHECK(why(10.06, 0, 100, 10, 0) == "");
-    CHECK(why(10.26, 0.3, 10) == "within twice the standard error");  // 2 hypot(0.3, 0.3) / sqrt(10) = 0.268
+    // 2 hypot(0.3, 0.3) / sqrt(10) = 0.268
+    CHECK(why(10.26, 0.3, 10) == "within twice the standard error");
     CHECK(why(10.28, 0.3, 10) == "");
     CHECK(why(10.59, 0.3, 2) == "within the deviations: too few steps to compare");
     CHECK(why(10.61, 0.3, 2) == "");
-    CHECK(why(10.42, 0.3, 4) == "within the deviations: too few steps to compare");  // hypot(0.3, 0.3) = 0.424
+    // hypot(0.3, 0.3) = 0.424
+    CHECK(why(10.42, 0.3, 4) == "within the deviations: too few steps to compare");
     CHECK(why(10.43, 0.3, 4) == "");
     CHECK(why(11.1, 0, 1, 10, 0) == "within the deviations: too few steps to compare");
     CHECK(why(11.2, 0, 1, 10, 0) == "");
@@ -274,7 +297,7 @@ TEST_CASE("measure: time_ms warms up, then times") {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Tables
 
 static std::string text_of(const Table& t, bool csv) {
@@ -284,7 +307,8 @@ static std::string text_of(const Table& t, bool csv) {
 }
 static const Table example = {"two sizes, \"quoted\"",
                               {"size", "ms", "a|b", "note"},
-                              {{"small", "1.5", "", "µ, ±"}, {"2.7B", "OOM", "-12e3", "say \"hi\"\n"}}};
+                              {{"small", "1.5", "", "µ, ±"},
+                               {"2.7B", "OOM", "-12e3", "say \"hi\"\n"}}};
 
 TEST_CASE("measure: table as markdown") {
     Table t = {"caption, fp32", {"size", "step_ms", "GiB", "a|b", "±"}, {}};
@@ -309,7 +333,8 @@ TEST_CASE("measure: table as csv") {
 TEST_CASE("measure: cells, answers and a block of code") {
     Table t{"", {"a"}};
     t.row("x", 1, (int64_t)-2, (size_t)3, 0.123456, NAN, BF16, FLASH, TF32);
-    CHECK(t.rows[0] == std::vector<std::string>{"x", "1", "-2", "3", "0.1235", "", "bfloat16", "flash", "tf32"});
+    CHECK(t.rows[0] ==
+          std::vector<std::string>{"x", "1", "-2", "3", "0.1235", "", "bfloat16", "flash", "tf32"});
     CHECK(oom_cell(3 << 29) == "OOM (1.5 GiB)");
     auto both = [] { answer("a", "It takes %d ms.", 3), answer("", "So."), sketch("x\ny\n"); };
     CHECK(printed(both) == "**(a)** It takes 3 ms.\nSo.\n```\nx\ny\n```\n");
@@ -330,11 +355,12 @@ TEST_CASE("measure: text of any kind stays on its line") {
 }
 TEST_CASE("measure: a row that has not the table's columns") {
     Table ragged = {"ragged", {"a", "b"}, {{"1"}}};
-    CHECK(failure_of([&] { printed([&] { print(ragged); }); }) == "1: table 'ragged': a row of 1 cells");
+    CHECK(failure_of([&] { printed([&] { print(ragged); }); }) ==
+          "1: table 'ragged': a row of 1 cells");
     printed_to = nullptr;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Output and child processes
 
 TEST_CASE("measure: child: prints" * doctest::skip()) {
@@ -344,7 +370,8 @@ TEST_CASE("measure: child: prints" * doctest::skip()) {
 }
 
 TEST_CASE("measure: print writes tables to stdout, an empty line between two") {
-    const std::string printed = run_case("measure: child: prints"), caption = "# " + example.caption;
+    const std::string printed = run_case("measure: child: prints"),
+                      caption = "# " + example.caption;
     CHECK(has(printed, caption + "; "));  // once, device and commit
     CHECK(has(printed, "; commit " + commit()));
     CHECK(has(printed, "\n\n" + text_of(example, true)));
@@ -352,16 +379,19 @@ TEST_CASE("measure: print writes tables to stdout, an empty line between two") {
 
 TEST_CASE("measure: child: stdout is full and then closed" * doctest::skip()) {
     REQUIRE(freopen("/dev/full", "w", stdout));
-    CHECK(failure_of([] { print(example); }) == "1: cannot write to stdout: No space left on device");
+    CHECK(failure_of([] { print(example); }) ==
+          "1: cannot write to stdout: No space left on device");
     int ends[2];
     REQUIRE(pipe(ends) == 0);
     REQUIRE(dup2(ends[1], STDOUT_FILENO) >= 0);
     close(ends[0]);
-    CHECK(failure_of([] { print(example); }) == "141: cannot write to stdout: Broken pipe");  // as of SIGPIPE
+    // as of SIGPIPE
+    CHECK(failure_of([] { print(example); }) == "141: cannot write to stdout: Broken pipe");
 }
 
 TEST_CASE("measure: a stdout that takes nothing is a failure, not silence") {
-    CHECK(failure_of([] { run_case("measure: child: stdout is full and then closed"); }) == "nothing thrown");
+    CHECK(failure_of([] { run_case("measure: child: stdout is full and then closed"); }) ==
+          "nothing thrown");
 }
 
 TEST_CASE("measure: child: exits with 3" * doctest::skip()) { _exit(3); }
@@ -376,7 +406,8 @@ TEST_CASE("measure: child: prints a lot" * doctest::skip()) {
 TEST_CASE("measure: run_ourselves returns the output, or fails with the child") {
     CHECK(has(run_case("measure: child: prints a lot"), "line 0\nline 1\n"));
     CHECK(has(run_case("measure: child: prints a lot"), "line 99998\nline 99999\n"));
-    CHECK(has(failure_of([] { run_case("measure: child: exits with 3"); }), "child: exits with 3: exited with 3"));
+    CHECK(has(failure_of([] { run_case("measure: child: exits with 3"); }),
+              "child: exits with 3: exited with 3"));
     CHECK(has(failure_of([] { run_case("measure: child: is killed"); }), "killed by signal 9"));
     CHECK(waitpid(-1, nullptr, WNOHANG) == -1);  // no child is left
 }
@@ -404,7 +435,8 @@ TEST_CASE("measure: a signal, or a failure, in the middle of a file leaves the o
     CHECK(folder.files() == std::vector<std::string>{"file"});
     CHECK(read_file(path) == "old");
     setenv("CS336_TEST_FILE", path.c_str(), 1);
-    CHECK(has(failure_of([] { run_case("measure: child: is killed while it writes"); }), "killed by signal 9"));
+    CHECK(has(failure_of([] { run_case("measure: child: is killed while it writes"); }),
+              "killed by signal 9"));
     CHECK(read_file(path) == "old");
     save_file(path, "new");  // beside what the killed one has left
     CHECK(read_file(path) == "new");
@@ -440,16 +472,20 @@ TEST_CASE("measure: notes are lines, and progress is one at most every five seco
     CHECK(has(text, "5 s later\n"));
     CHECK(!has(text, "right after it"));
 }
-extern "C" void __asan_init() __attribute__((weak));  // the address sanitizer takes terabytes of addresses
+// the address sanitizer takes terabytes of addresses
+extern "C" void __asan_init() __attribute__((weak));
 TEST_CASE("measure: without address space for OpenBLAS's buffers the program says so, and ends") {
     if (device_description().find("OpenBLAS") == std::string::npos || __asan_init) { return; }
     if (cuda_devices() > 0) { return skip_this_case("CUDA's libraries need more address space"); }
-    // OpenBLAS 0.3.29 takes a buffer while it is loaded, and tries for ever below some 300 MB: no program can help it.
+    // OpenBLAS 0.3.29 takes a buffer while it is loaded, and tries for ever below some 300 MB: no
+    // program can help it.
     std::string limited;
     for (int kb = 150000; kb <= 500000; kb += 50000) {
         limited = strprintf("ulimit -v %d; timeout 5 ", kb) + program();
         if (system((limited + " list --device cpu >/dev/null").c_str()) == 0) { break; }
         CHECK_MESSAGE(kb < 500000, "list --device cpu within 500 MB of addresses");
     }
-    CHECK(system((limited + " info --quick --device cpu 2>&1 | grep -q 'OpenBLAS needs'").c_str()) == 0);
+    CHECK(
+        system((limited + " info --quick --device cpu 2>&1 | grep -q 'OpenBLAS needs'").c_str()) ==
+        0);
 }

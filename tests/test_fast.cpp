@@ -1,11 +1,11 @@
-// Tests of what the fast_*.cu do otherwise than the files that they speed up. (The implementations of attention
-// and of AdamW are tested where their tables are.)
+// Tests of what the fast_*.cu do otherwise than the files that they speed up. (The implementations
+// of attention and of AdamW are tested where their tables are.)
 #include "fast/graphs.cu"
 
 #include "test.h"
 
-// A step as graphs and launch by launch, also where something changes in between: the same bits, or where blocks add up
-// dQ in no fixed order the same but for rounding.
+// A step as graphs and launch by launch, also where something changes in between: the same bits, or
+// where blocks add up dQ in no fixed order the same but for rounding.
 struct GraphCase {
     Precision precision;
     bool recompute;
@@ -25,11 +25,14 @@ static std::vector<double> losses_and_weights(const GraphCase& c, bool graphs) {
     for (int step = 0; step < 12; step++) {
         Batch batch = random_batch(2, step < 8 ? 33 : 64, config.vocab_size, step);
         bool after_forward = false;
-        Tensor loss = forward_backward(model, batch, step < 4 ? 1 : 2, [&] { after_forward = true; });
+        Tensor loss =
+            forward_backward(model, batch, step < 4 ? 1 : 2, [&] { after_forward = true; });
         CHECK(after_forward);
         numbers.push_back(to_doubles(loss)[0]);
         numbers.push_back(optimizer_step(model, AdamW(), scaler, 0.5));
-        if (step == 3) { run_phase(FORWARD, model, random_batch(3, 65, config.vocab_size, 1), scaler); }
+        if (step == 3) {
+            run_phase(FORWARD, model, random_batch(3, 65, config.vocab_size, 1), scaler);
+        }
         if (step == 5) {  // somebody else writes the weights
             split_weights(model, false);
             scale_in_place(model.weights, 0.5);
@@ -51,14 +54,18 @@ TEST_CASE("model: steps by CUDA graphs") {
                                {PREC_BF16, false, "nested"},
                                {PREC_PURE_BF16, false, "1"}}) {
         CAPTURE(name_of(c.precision) + (" " + std::string(c.checkpoint)));
-        const std::vector<double> fast[] = {losses_and_weights(c, false), losses_and_weights(c, true)};
-        for (int i = 0; i < 24; i++) { CHECK(fast[0][i] == doctest::Approx(fast[1][i]).epsilon(0.02)); }
+        const std::vector<double> fast[] = {losses_and_weights(c, false),
+                                            losses_and_weights(c, true)};
+        for (int i = 0; i < 24; i++) {
+            CHECK(fast[0][i] == doctest::Approx(fast[1][i]).epsilon(0.02));
+        }
         const OnlyFlashV1 same_bits;
         CHECK(losses_and_weights(c, false) == losses_and_weights(c, true));
     }
 }
-// A step that falls back to single launches gives the same numbers, later, and nobody would hear of it. So the steps
-// that benchmarking_script times are counted: of each kind the first is the rehearsal.
+// A step that falls back to single launches gives the same numbers, later, and nobody would hear of
+// it. So the steps that benchmarking_script times are counted: of each kind the first is the
+// rehearsal.
 TEST_CASE("model: a step in mode flash is launched as graphs, in each precision") {
     if (!begin<OnCUDA>()) { return; }
     for (Precision precision : {FP32, TF32, PREC_BF16, PREC_PURE_BF16}) {
@@ -72,7 +79,8 @@ TEST_CASE("model: a step in mode flash is launched as graphs, in each precision"
             split_weights(model);
             LossScaler scaler;
             Batch batch = random_batch(4, 256, small.vocab_size, 7);
-            for (auto [phase, launches] : {std::pair<Phase, int>{FORWARD, 1}, {FORWARD_BACKWARD, 2}, {STEP, 2}}) {
+            for (auto [phase, launches] :
+                 {std::pair<Phase, int>{FORWARD, 1}, {FORWARD_BACKWARD, 2}, {STEP, 2}}) {
                 run_phase(phase, model, batch, scaler);
                 const int before = graph_launches;
                 for (int step = 0; step < 3; step++) { run_phase(phase, model, batch, scaler); }
@@ -89,7 +97,8 @@ TEST_CASE("model: inference by a CUDA graph") {
         Model model = make_model({"graphs", 64, 96, 2, 4, 101});
         init_weights(model, 7);
         split_weights(model);
-        for (int call = 0; call < 7; call++) {  // of each shape the first is the rehearsal, the second is captured
+        // of each shape the first is the rehearsal, the second is captured
+        for (int call = 0; call < 7; call++) {
             Tensor tokens = random_batch(2, call < 4 ? 33 : 64, 101, call).tokens;
             if (call == 3) { scale_in_place(model.ln_final, 0.5); }
             std::vector<float> by_graph = to_floats(infer(model, tokens));
@@ -100,13 +109,15 @@ TEST_CASE("model: inference by a CUDA graph") {
         }
     }
 }
-// A graph's block need not be much larger than what a step holds at most, gaps between its buffers included.
+// A graph's block need not be much larger than what a step holds at most, gaps between its buffers
+// included.
 TEST_CASE("model: a step packs well") {
     begin<OnCPU>();
     for (auto [mode, precision] : std::vector<std::pair<Mode, Precision>>{
              {FUSED, FP32}, {FUSED, PREC_BF16}, {FLASH, FP32}, {FLASH, PREC_BF16}}) {
         context.mode = mode, context.precision = precision;
-        context.device = mode == FLASH ? CUDA : CPU;  // only planned for, so no GPU is needed; but a build for GPUs is
+        // only planned for, so no GPU is needed; but a build for GPUs is
+        context.device = mode == FLASH ? CUDA : CPU;
         if (mode == FLASH && !fastest_flash(CUDA, matmul_dtype(), 64)) { continue; }
         for (auto [size, recompute] : {std::pair<int, bool>{0, false}, {3, false}, {3, true}}) {
             const ModelConfig& config = model_sizes[size];
@@ -120,7 +131,9 @@ TEST_CASE("model: a step packs well") {
             size_t before = memory_use(META).now;
             reset_peak(META);
             auto first = std::make_shared<StepPlaces>(), again = std::make_shared<StepPlaces>();
-            auto step = [&] { backward(cross_entropy(forward(model, batch.tokens), batch.targets)); };
+            auto step = [&] {
+                backward(cross_entropy(forward(model, batch.tokens), batch.targets));
+            };
             allocate_in(first, step);
             double held = memory_use(META).peak - before, planned = first->plan();
             zero_gradients(model);
@@ -135,20 +148,25 @@ TEST_CASE("model: a step packs well") {
             for (const StepPlaces::Place& p : first->places) {  // no two lie on each other
                 for (const StepPlaces::Place& q : first->places) {
                     if (&p <= &q || p.to < q.from || q.to < p.from) { continue; }
-                    if (p.offset < q.offset + q.bytes && q.offset < p.offset + p.bytes) { FAIL("two at one place"); }
+                    if (p.offset < q.offset + q.bytes && q.offset < p.offset + p.bytes) {
+                        FAIL("two at one place");
+                    }
                 }
             }
         }
     }
 }
-TEST_CASE_TEMPLATE("model: split weights are the fp32 weights, and their upper halves bf16", D, OnCPU, OnCUDA) {
+TEST_CASE_TEMPLATE("model: split weights are the fp32 weights, and their upper halves bf16", D,
+                   OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     context.mode = FUSED, context.precision = PREC_BF16;
     for (const ModelConfig& config : {tiny, odd}) {
         Model model = make_model(config);
         init_weights(model, 7);
-        // Ties to an even and to an odd neighbour, the largest number, the smallest, 0, -0, infinity, NaN.
-        std::vector<uint32_t> bits = {0x3f808000, 0xbf818000, 0x7f7fffff, 1, 0, 0x80000000, 0xff800000, 0x7fffffff};
+        // Ties to an even and to an odd neighbour, the largest number, the smallest, 0, -0,
+        // infinity, NaN.
+        std::vector<uint32_t> bits = {0x3f808000, 0xbf818000, 0x7f7fffff, 1,
+                                      0,          0x80000000, 0xff800000, 0x7fffffff};
         std::vector<float> special(bits.size());
         memcpy(special.data(), bits.data(), 4 * bits.size());
         copy(view(model.lm_head, 0, {8}), to_device(from_floats(special, {8}), D::device));
@@ -218,9 +236,11 @@ TEST_CASE_TEMPLATE("model: split weights learn what whole ones do", D, OnCPU, On
             CAPTURE(config.name);
             double apart = 0, way = 0;
             for (size_t i = 0; i < start.size(); i++) {
-                apart += pow(weights[1][i] - weights[0][i], 2), way += pow(weights[0][i] - start[i], 2);
+                apart += pow(weights[1][i] - weights[0][i], 2),
+                    way += pow(weights[0][i] - start[i], 2);
             }
-            CHECK(sqrt(apart / way) < 0.02);  // not 0: a cast rounds one weight in 131072, a tie, to the other side
+            // not 0: a cast rounds one weight in 131072, a tie, to the other side
+            CHECK(sqrt(apart / way) < 0.02);
         }
     }
 }

@@ -9,7 +9,7 @@
 void begin_unit(const Model& model, int unit);  // of model.cu
 Tensor end_unit(const Model& model, int unit, const Tensor& y);
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // FSDP's weights, how often it gathers, and what it holds.
 
 static void check_fsdp(const std::vector<std::string>& more) {
@@ -30,12 +30,15 @@ TEST_CASE("fsdp: weights equal those of single-process training, 1 to 3 ranks") 
 }
 TEST_CASE("fsdp: the same on GPUs") {
     if (lacks("nccl", CUDA, 2)) { return; }
-    for (const char* n : {"1", "2"}) { check_fsdp({"--device", "cuda", "--backend", "nccl", "--nproc", n}); }
+    for (const char* n : {"1", "2"}) {
+        check_fsdp({"--device", "cuda", "--backend", "nccl", "--nproc", n});
+    }
 }
 
 static Run accounting(const std::vector<std::string>& more) {
-    std::vector<std::string> words = {"fsdp_accounting", "--quick", "--device",     "cpu", "--d_model",   "64",
-                                      "--d_ff",          "128",     "--num_layers", "4",   "--num_heads", "2",
+    std::vector<std::string> words = {"fsdp_accounting", "--quick", "--device",    "cpu",
+                                      "--d_model",       "64",      "--d_ff",      "128",
+                                      "--num_layers",    "4",       "--num_heads", "2",
                                       "--vocab_size",    "200"};
     words.insert(words.end(), more.begin(), more.end());
     return run_cs336(words);
@@ -55,14 +58,18 @@ TEST_CASE("fsdp_accounting: memory as predicted, and a wait for each unit") {
     for (const char* n : {"2", "3"}) {
         for (const auto& [checkpoint, precision] :
              {std::pair("none", "fp32"), {"1", "fp32"}, {"none", "fp16"}, {"none", "bf16"}}) {
-            Run r = accounting({"--nproc", n, "--checkpoint", checkpoint, "--precision", precision});
-            INFO(n << " ranks, checkpoint " << checkpoint << ", " << precision << "\n" << r.out << r.err);
+            Run r =
+                accounting({"--nproc", n, "--checkpoint", checkpoint, "--precision", precision});
+            INFO(n << " ranks, checkpoint " << checkpoint << ", " << precision << "\n"
+                   << r.out << r.err);
             REQUIRE(r.exit_code == 0);
-            check_predicted(r, std::string(precision) == "fp16" ? 3 : 4);  // fp16's steps need a norm first
+            // fp16's steps need a norm first
+            check_predicted(r, std::string(precision) == "fp16" ? 3 : 4);
             const std::vector<double> optimizer = numbers(r, "optimizer");
             CHECK(optimizer[2] < optimizer[0] / atof(n) + 0.2);
-            CHECK(column(r.out, "unit") ==
-                  std::vector<std::string>{"embedding", "layer 0", "layer 1", "layer 2", "layer 3", "lm_head"});
+            CHECK(column(r.out, "unit") == std::vector<std::string>{"embedding", "layer 0",
+                                                                    "layer 1", "layer 2", "layer 3",
+                                                                    "lm_head"});
             CHECK(numbers(r, "gather").back() > 0);
             CHECK(has(r.out, "**(a)** FSDP should save "));
             CHECK(has(r.out, "**(b)** "));
@@ -85,7 +92,8 @@ TEST_CASE("fsdp_accounting: pure bf16 holds half") {
     for (const char* name : {"parameters", "copies", "optimizer"}) {
         CAPTURE(name);
         const std::vector<double> in_fp32 = numbers(whole, name), in_bf16 = numbers(pure, name);
-        for (size_t i = 0; i < 4; i++) { CHECK(std::fabs(in_bf16[i] - in_fp32[i] / 2) <= 0.1); }  // as rounded
+        // as rounded
+        for (size_t i = 0; i < 4; i++) { CHECK(std::fabs(in_bf16[i] - in_fp32[i] / 2) <= 0.1); }
     }
     CHECK(has(pure.out, "8 Psi bytes with DDP"));
 }
@@ -133,7 +141,8 @@ static void check_gathers(const Communicator& c) {
         for (size_t i = 1; step > 0 && i < waits.size(); i++) {
             const FsdpWait &before = waits[i - 1], &w = waits[i];
             if (!seen.insert(w.work.get()).second) { continue; }
-            // Not before the unit two before it was finished, but while the unit before it was computed.
+            // Not before the unit two before it was finished, but while the unit before it was
+            // computed.
             if (context.device == CUDA) {
                 CHECK(ms_of(w.work->begin, before.got) >= 0);
             } else {
@@ -149,14 +158,16 @@ static void check_gathers(const Communicator& c) {
     for (int i : {8, 10, 12}) {  // beside the forward that runs again
         if (context.device == CPU) { CHECK(waits[i].work->started_ms <= waits[i - 1].asked.ms); }
     }
-    context.checkpoint = {Checkpointing::GROUPS, 2};  // blocks 3 and 4 run again, then backward; then 1 and 2
+    // blocks 3 and 4 run again, then backward; then 1 and 2
+    context.checkpoint = {Checkpointing::GROUPS, 2};
     step_of(model, *f, c.rank), step_of(model, *f, c.rank);
     context.checkpoint = {};
     CHECK(units_of(gathers_of(*f)) == std::vector<int>{0, 1, 2, 3, 4, 5, 3, 4, 4, 3, 1, 2, 2, 1});
 }
 TEST_CASE("fsdp: each unit is gathered once per pass and one ahead; on GPUs") {
     if (lacks("nccl", CUDA, 2)) { return; }
-    in_ranks("fsdp: each unit is gathered once per pass and one ahead; on GPUs", 2, CUDA, check_gathers);
+    in_ranks("fsdp: each unit is gathered once per pass and one ahead; on GPUs", 2, CUDA,
+             check_gathers);
 }
 TEST_CASE("fsdp: each unit is gathered once per pass and one ahead") {
     if (lacks("gloo", CPU, 2)) { return; }
@@ -176,7 +187,8 @@ static void check_norm(const Communicator& c) {
     forward_backward(whole, batch, 1);
     double want = gradient_norm(whole);
     CHECK(optimizer_step(*f, scaler, 1.0) == doctest::Approx(want).epsilon(1e-5));
-    std::vector<float> stepped = to_floats(infer(ours, batch.tokens));  // not with weights gathered before the step
+    // not with weights gathered before the step
+    std::vector<float> stepped = to_floats(infer(ours, batch.tokens));
     begin_step(*f);
     CHECK(to_floats(infer(ours, batch.tokens)) == stepped);
 }
@@ -185,7 +197,8 @@ TEST_CASE("fsdp: the gradients' norm counts every weight once") {
     in_ranks("fsdp: the gradients' norm counts every weight once", 2, CPU, check_norm);
 }
 
-// Rounding to the upper half and casting differ in ties only, so a step moves both alike. What is read is whole fp32.
+// Rounding to the upper half and casting differ in ties only, so a step moves both alike. What is
+// read is whole fp32.
 static void check_form(const Communicator& c) {
     context.precision = PREC_BF16, context.mode = FUSED;
     std::vector<std::map<std::string, std::vector<float>>> trained;
@@ -195,16 +208,20 @@ static void check_form(const Communicator& c) {
         init_weights(*f, 1);
         auto read = [&] {
             std::map<std::string, std::vector<float>> all;
-            visit_whole(*f, false, [&](const Parameter& p, const Tensor& w) { all[p.name] = to_floats(w); });
+            visit_whole(*f, false,
+                        [&](const Parameter& p, const Tensor& w) { all[p.name] = to_floats(w); });
             return all;
         };
         const auto initial = read();
-        f->shard.adamw.eps = 1e-5f;  // else a gradient that is rounding alone moves its weight by lr, either way
+        // else a gradient that is rounding alone moves its weight by lr, either way
+        f->shard.adamw.eps = 1e-5f;
         if (split) { split_weights(*f); }
         CHECK(f->split == (split && fast_ways.split));
         CHECK(read() == initial);
         std::vector<float> losses;
-        for (int step = 0; step < 3; step++) { losses.push_back(to_floats(step_of(model, *f, c.rank))[0]); }
+        for (int step = 0; step < 3; step++) {
+            losses.push_back(to_floats(step_of(model, *f, c.rank))[0]);
+        }
         trained.push_back(read());
         visit_whole(*f, true, [](const Parameter&, const Tensor&) {});  // as a checkpoint does
         CHECK(read() == trained.back());
@@ -214,16 +231,20 @@ static void check_form(const Communicator& c) {
     for (const auto& [name, plain] : trained[0]) {
         const std::vector<float>& split = trained[1][name];
         double worst = 0;
-        for (size_t i = 0; i < plain.size(); i++) { worst = std::max<double>(worst, std::fabs(plain[i] - split[i])); }
+        for (size_t i = 0; i < plain.size(); i++) {
+            worst = std::max<double>(worst, std::fabs(plain[i] - split[i]));
+        }
         CAPTURE(name);
-        // Weights: a tenth of how far three steps of 1e-3 move. Losses: half a bf16 unit of logits from 2 to 4.
+        // Weights: a tenth of how far three steps of 1e-3 move. Losses: half a bf16 unit of logits
+        // from 2 to 4.
         CHECK(worst <= (name == "losses" ? 1.0 / 128 : 3e-4));
     }
 }
 TEST_CASE("fsdp: weights that are split into bf16 and the rest train as whole ones") {
     if (lacks("gloo", CPU, 3)) { return; }
     for (int n : {1, 2, 3}) {
-        in_ranks("fsdp: weights that are split into bf16 and the rest train as whole ones", n, CPU, check_form);
+        in_ranks("fsdp: weights that are split into bf16 and the rest train as whole ones", n, CPU,
+                 check_form);
     }
 }
 TEST_CASE("fsdp: the same split weights on GPUs") {
@@ -248,7 +269,8 @@ static void check_steps_in_backward(const Communicator& c) {
             for (int step = 0; step < 3; step++) {
                 if (step == 1) { reset_peak(context.device); }
                 begin_step(*f, in_backward);
-                all.push_back(to_floats(forward_backward(model, random_batch(2, 8, 50, c.rank), 1))[0]);
+                all.push_back(
+                    to_floats(forward_backward(model, random_batch(2, 8, 50, c.rank), 1))[0]);
                 finish_backward(*f);
                 optimizer_step(*f, scaler, 0);
             }
@@ -275,25 +297,32 @@ TEST_CASE("fsdp: AdamW in backward; on GPUs") {
     in_ranks("fsdp: AdamW in backward; on GPUs", 2, CUDA, check_steps_in_backward);
 }
 
-// A rank whose loss does not depend on a weight has a zero gradient for it, as the others' average says.
+// A rank whose loss does not depend on a weight has a zero gradient for it, as the others' average
+// says.
 static void check_missing(const Communicator& c) {
     std::vector<Parameter> parameters = {
         {"head", {4, 8}, 0, {}, 2}, {"fc", {8, 8}, 32, {}, 1}, {"table", {6, 8}, 96, {}, 0}};
     auto f = fully_shard(c, parameters, F32);
     Model model;
     model.parameters = parameters;
-    for (Parameter& p : model.parameters) { p.weight = place(*f, p, p.shape), model.slots.push_back(p.weight); }
+    for (Parameter& p : model.parameters) {
+        p.weight = place(*f, p, p.shape), model.slots.push_back(p.weight);
+    }
     add_hooks(model, *f);
-    visit_whole(*f, true, [](const Parameter& p, const Tensor& w) { fill_normal(w, 1, key_of(p.name), 0, 1); });
+    visit_whole(*f, true, [](const Parameter& p, const Tensor& w) {
+        fill_normal(w, 1, key_of(p.name), 0, 1);
+    });
     f->shard.adamw = {1, 0, 0, 1, 0};  // without momentum and decay: no gradient, no step
     std::map<std::string, std::vector<float>> before;
-    visit_whole(*f, false, [&](const Parameter& p, const Tensor& w) { before[p.name] = to_floats(w); });
+    visit_whole(*f, false,
+                [&](const Parameter& p, const Tensor& w) { before[p.name] = to_floats(w); });
     auto after = before, once = before;
     for (int step = 0; step < 2; step++) {  // in the second, buffers hold the first's gradients
         begin_step(*f);
         zero_gradients(model);
         begin_unit(model, 0);
-        Tensor x = end_unit(model, 0, gather_rows(model.parameters[2].weight, from_ints({1, 2}, {2})));
+        Tensor x =
+            end_unit(model, 0, gather_rows(model.parameters[2].weight, from_ints({1, 2}, {2})));
         begin_unit(model, 1);
         if (step == 0 && c.rank == 0) { x = linear(x, model.parameters[1].weight); }
         x = end_unit(model, 1, x);
@@ -303,7 +332,8 @@ static void check_missing(const Communicator& c) {
         LossScaler scaler;
         optimizer_step(*f, scaler, 0);
         std::swap(once, after);
-        visit_whole(*f, false, [&](const Parameter& p, const Tensor& w) { after[p.name] = to_floats(w); });
+        visit_whole(*f, false,
+                    [&](const Parameter& p, const Tensor& w) { after[p.name] = to_floats(w); });
     }
     CHECK(once["fc"] != before["fc"]);  // by rank 0's first step
     CHECK(after["fc"] == once["fc"]);
@@ -317,7 +347,8 @@ TEST_CASE("fsdp: a weight that one rank's loss does not depend on") {
     in_ranks("fsdp: a weight that one rank's loss does not depend on", 2, CPU, check_missing);
 }
 
-// A Transformer: each way's steps on the ranks' parts of a batch against one process's on all of it.
+// A Transformer: each way's steps on the ranks' parts of a batch against one process's on all of
+// it.
 static void check_trainers(const Communicator& c) {
     const ModelConfig config = {"lm", 64, 96, 2, 4, 100};
     const int rows = 4, T = 16;
@@ -348,24 +379,32 @@ static void check_trainers(const Communicator& c) {
         CHECK(parts[3] == OPTIMIZER_STEP);
         double worst = 0;
         auto see = [&](const Parameter& p, const Tensor& got) {
-            const std::vector<float> a = to_floats(got), b = to_floats(view(whole.model.weights, p.offset, p.shape));
-            for (size_t i = 0; i < a.size(); i++) { worst = std::max<double>(worst, std::fabs(a[i] - b[i])); }
+            const std::vector<float> a = to_floats(got),
+                                     b = to_floats(view(whole.model.weights, p.offset, p.shape));
+            for (size_t i = 0; i < a.size(); i++) {
+                worst = std::max<double>(worst, std::fabs(a[i] - b[i]));
+            }
         };
         if (ours.f) { visit_whole(*ours.f, false, see); }
-        for (const Parameter& p : ours.f ? std::vector<Parameter>() : ours.model.parameters) { see(p, p.weight); }
+        for (const Parameter& p : ours.f ? std::vector<Parameter>() : ours.model.parameters) {
+            see(p, p.weight);
+        }
         CHECK(worst < 3e-6);  // three steps of AdamW move a weight by 3e-3
     }
 }
 TEST_CASE("fsdp: every trainer's steps are one process's") {
     if (lacks("gloo", CPU, 3)) { return; }
-    for (int n : {1, 2, 3}) { in_ranks("fsdp: every trainer's steps are one process's", n, CPU, check_trainers); }
+    for (int n : {1, 2, 3}) {
+        in_ranks("fsdp: every trainer's steps are one process's", n, CPU, check_trainers);
+    }
 }
 TEST_CASE("fsdp: every trainer's steps are one process's; on GPUs") {
     if (lacks("nccl", CUDA, 2)) { return; }
     in_ranks("fsdp: every trainer's steps are one process's; on GPUs", 2, CUDA, check_trainers);
 }
 
-// The fixture's batch has three sequences: each of three ranks has one, and so has each of one rank's three backwards.
+// The fixture's batch has three sequences: each of three ranks has one, and so has each of one
+// rank's three backwards.
 static void check_pure_bf16_sharded(const Communicator& c) {
     for (const PureSetting& setting : pure_settings) {
         if (!begin_pure(setting)) { continue; }
@@ -382,7 +421,8 @@ static void check_pure_bf16_sharded(const Communicator& c) {
         auto by_name = [&](Tensor flat) {  // laid out as the shard
             const Tensor weights = std::exchange(f->shard.weights, flat);
             ByName all;
-            visit_whole(*f, false, [&](const Parameter& p, const Tensor& t) { all[p.name] = copied(t); });
+            visit_whole(*f, false,
+                        [&](const Parameter& p, const Tensor& t) { all[p.name] = copied(t); });
             f->shard.weights = weights;
             return all;
         };
@@ -401,7 +441,9 @@ static void check_pure_bf16_sharded(const Communicator& c) {
             }
             if (step == 0) {
                 Tensor flat = zeros(f->shard.weights.shape, BF16, GRADIENTS);
-                for (const FsdpUnit& u : f->units) { copy(view(flat, u.offset, {u.part}), u.gradient); }
+                for (const FsdpUnit& u : f->units) {
+                    copy(view(flat, u.offset, {u.part}), u.gradient);
+                }
                 copy(view(flat, f->replicated, f->replicated_sum.shape), f->replicated_sum);
                 gradients = by_name(flat);
             }
@@ -412,17 +454,20 @@ static void check_pure_bf16_sharded(const Communicator& c) {
 }
 TEST_CASE("fsdp: sharded pure bf16 against PyTorch's") {
     if (lacks("gloo", CPU, 3)) { return; }
-    for (int n : {1, 3}) { in_ranks("fsdp: sharded pure bf16 against PyTorch's", n, CPU, check_pure_bf16_sharded); }
+    for (int n : {1, 3}) {
+        in_ranks("fsdp: sharded pure bf16 against PyTorch's", n, CPU, check_pure_bf16_sharded);
+    }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Section 8's arithmetic. A feed-forward layer runs forward and backward on simulated devices, with real numbers:
-// products count their FLOPs, sends their bytes. The gradients have to be the tape's, and the program's formulas have
-// to give the counts.
+// -------------------------------------------------------------------------------------------------
+// Section 8's arithmetic. A feed-forward layer runs forward and backward on simulated devices, with
+// real numbers: products count their FLOPs, sends their bytes. The gradients have to be the tape's,
+// and the program's formulas have to give the counts.
 
 using Vector = std::vector<double>;
 static Tensor columns_as_rows(const Tensor& t) { return contiguous(transpose(t, 0, 1)); }
-static Tensor part_of(const Tensor& t, int axis, int i, int n) {  // the i-th of n parts: rows or columns
+// the i-th of n parts: rows or columns
+static Tensor part_of(const Tensor& t, int axis, int i, int n) {
     if (axis == 1) { return columns_as_rows(part_of(columns_as_rows(t), 0, i, n)); }
     const int64_t rows = t.dim(0) / n;
     return view(t, i * rows * t.dim(1), {rows, t.dim(1)});
@@ -434,7 +479,9 @@ static Tensor product(const Tensor& a, const Tensor& b, double* flops) {
 static double difference(const Vector& a, const Vector& b) {
     REQUIRE(a.size() == b.size());
     double most = 0;
-    for (size_t i = 0; i < a.size(); i++) { most = std::fabs(a[i] - b[i]) <= most ? most : std::fabs(a[i] - b[i]); }
+    for (size_t i = 0; i < a.size(); i++) {
+        most = std::fabs(a[i] - b[i]) <= most ? most : std::fabs(a[i] - b[i]);
+    }
     return most;
 }
 
@@ -442,8 +489,9 @@ struct Member {  // of a ring: its copy of a vector, and what it has sent
     Vector* data;
     double* bytes;
 };
-// N - 1 steps, in each of which every member sends 1/N of the vector to the next one, 2 bytes per element. adds: a
-// reduce-scatter, which leaves member i the sum of part i; else an all-gather of what each has in its part.
+// N - 1 steps, in each of which every member sends 1/N of the vector to the next one, 2 bytes per
+// element. adds: a reduce-scatter, which leaves member i the sum of part i; else an all-gather of
+// what each has in its part.
 static void ring(const std::vector<Member>& members, bool adds) {
     const size_t N = members.size(), n = members[0].data->size() / N;
     REQUIRE(n * N == members[0].data->size());
@@ -461,7 +509,9 @@ static void ring(const std::vector<Member>& members, bool adds) {
         }
     }
 }
-static void ring_all_reduce(const std::vector<Member>& members) { ring(members, true), ring(members, false); }
+static void ring_all_reduce(const std::vector<Member>& members) {
+    ring(members, true), ring(members, false);
+}
 
 struct FeedForward {
     Tensor x, dy, w[3];
@@ -485,15 +535,17 @@ static void run_passes(Simulated& d) {
     NoGrad no_grad;
     const auto& [x, dy, w] = d.part;
     double *forward = &d.flops[0], *backward = &d.flops[1];
-    const Tensor x1 = product(x, w[0], forward), x2 = product(x, w[1], forward), s = sigmoid(x1), f = mul(x1, s);
+    const Tensor x1 = product(x, w[0], forward), x2 = product(x, w[1], forward), s = sigmoid(x1),
+                 f = mul(x1, s);
     const Tensor f_prime = add(s, mul(f, add_scalar(scale(s, -1), 1))), z = mul(f, x2);
     d.y = to_doubles(product(z, w[2], forward));
-    const Tensor dz = product(dy, columns_as_rows(w[2]), backward), dx2 = mul(dz, f), dx1 = mul(mul(dz, f_prime), x2);
+    const Tensor dz = product(dy, columns_as_rows(w[2]), backward), dx2 = mul(dz, f),
+                 dx1 = mul(mul(dz, f_prime), x2);
     d.dw[0] = to_doubles(product(columns_as_rows(x), dx1, backward));
     d.dw[1] = to_doubles(product(columns_as_rows(x), dx2, backward));
     d.dw[2] = to_doubles(product(columns_as_rows(z), dy, backward));
-    d.dx =
-        to_doubles(add(product(dx1, columns_as_rows(w[0]), backward), product(dx2, columns_as_rows(w[1]), backward)));
+    d.dx = to_doubles(add(product(dx1, columns_as_rows(w[0]), backward),
+                          product(dx2, columns_as_rows(w[1]), backward)));
 }
 // N devices along the FSDP axis, M along the TP axis: device (i, j) is number i M + j.
 static std::vector<Simulated> simulate(const FeedForward& l, int N, int M) {
@@ -520,10 +572,14 @@ static std::vector<Simulated> simulate(const FeedForward& l, int N, int M) {
             std::vector<Member> gathers[2], sums, whole_sums;
             for (int i = 0; i < N; i++) {
                 Simulated& d = devices[i * M + j];
-                for (int pass : {0, 1}) { gathers[pass].push_back({&weights[i], &d.fsdp_bytes[pass]}); }
-                sums.push_back({&d.dw[k], &d.fsdp_bytes[1]}), whole_sums.push_back({&d.dw[k], &not_counted});
+                for (int pass : {0, 1}) {
+                    gathers[pass].push_back({&weights[i], &d.fsdp_bytes[pass]});
+                }
+                sums.push_back({&d.dw[k], &d.fsdp_bytes[1]}),
+                    whole_sums.push_back({&d.dw[k], &not_counted});
             }
-            ring(gathers[0], false), ring(gathers[1], false), ring(sums, true), ring(whole_sums, false);
+            ring(gathers[0], false), ring(gathers[1], false), ring(sums, true),
+                ring(whole_sums, false);
         }
     }
     return devices;
@@ -544,7 +600,8 @@ TEST_CASE("calcs: the simulated layer's gradients are the tape's, on any grid of
         const std::vector<Simulated> devices = simulate(l, N, M);
         for (int k = 0; k < N * M; k++) {
             CHECK(difference(devices[k].y, to_doubles(part_of(y, 0, k / M, N))) < 1e-12);
-            CHECK(difference(devices[k].dx, to_doubles(part_of(leaves[0].gradient->value, 0, k / M, N))) < 1e-12);
+            CHECK(difference(devices[k].dx,
+                             to_doubles(part_of(leaves[0].gradient->value, 0, k / M, N))) < 1e-12);
             for (int i = 0; i < 3; i++) {
                 const Tensor want = part_of(leaves[i + 1].gradient->value, i < 2 ? 1 : 0, k % M, M);
                 CHECK(difference(devices[k].dw[i], to_doubles(want)) < 1e-12);
@@ -572,16 +629,19 @@ TEST_CASE("calcs: FLOPs and bytes are those that the simulated devices count") {
             }
         }
         CHECK(both[2].communication == std::max(both[0].communication, both[1].communication));
-        CHECK(both[3].communication == doctest::Approx(both[0].communication + both[1].communication));
+        CHECK(both[3].communication ==
+              doctest::Approx(both[0].communication + both[1].communication));
     }
 }
-TEST_CASE("calcs: communication is the limit from the first whole number of devices above the bound on") {
+TEST_CASE(
+    "calcs: communication is the limit from the first whole number of devices above the bound on") {
     for (auto costs_of : {fsdp_costs, tp_costs}) {
         for (double GB_per_s : {450.0, 97.3, 50.0}) {
             const LayerSizes l = {65536, 4096, 11008, 989e12, GB_per_s * 1e9};
             for (size_t pass = 0; pass < 2; pass++) {
                 const int most = (int)costs_of(l, 2)[pass].most;
-                INFO(GB_per_s << " GB/s, " << costs_of(l, 2)[pass].what << ", " << most << " devices");
+                INFO(GB_per_s << " GB/s, " << costs_of(l, 2)[pass].what << ", " << most
+                              << " devices");
                 const PassCost fits = costs_of(l, most)[pass], beyond = costs_of(l, most + 1)[pass];
                 CHECK(fits.communication <= fits.flops / l.C);
                 CHECK(beyond.communication > beyond.flops / l.C);
@@ -643,68 +703,79 @@ TEST_CASE("calcs: alternate_ring_all_reduce's bytes are those that a ring counts
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Answers and options
 
 static void check_says(const std::string& text, const std::vector<std::string>& phrases) {
-    for (const std::string& phrase : phrases) { CHECK_MESSAGE(has(text, phrase), phrase, " in: ", text); }
+    for (const std::string& phrase : phrases) {
+        CHECK_MESSAGE(has(text, phrase), phrase, " in: ", text);
+    }
     for (const std::string never : {"nan", "inf ", " ,"}) {
         CHECK_MESSAGE(!has(text.substr(text.find("\n# (a)") + 1), never), text);
     }
 }
 TEST_CASE("calcs: answers") {
     Options o = handout();
-    check_says(csv_of(cmd_alternate_ring_all_reduce, o), {"takes (N - 1) S / W = (8 - 1) x 1e+09 / 4.5e+11 = 15.56 ms",
-                                                          " = 3.889 ms.\n", "That is N / 2 = 4 times as long"});
-    check_says(csv_of(cmd_data_parallel_calcs, o),
-               {"(a) Backward: 12 B D D_FF / N = 12 x 65536 x 4096 x 11008 / 8 = 4.432e+12 FLOP, 6 products",
-                "(b) Backward: 12 D D_FF (N - 1) / (N W) = 12 x 4096 x 11008 x (8 - 1) / (8 x 4.5e+11) = 1.052 ms. ",
-                "twice, to all-reduce the gradients.",
-                "(c) N <= 1 + B W / C = 1 + 65536 x 4.5e+11 / 9.89e+14 = 30.82 devices, from 12 D D_FF"});
-    check_says(csv_of(cmd_fsdp_calcs, o),
-               {"Forward: 6 B D D_FF / N = 6 x 65536 x 4096 x 11008 / 8 = 2.216e+12 FLOP, 3 products",
-                "Forward: 6 D D_FF (N - 1) / (N W) = 6 x 4096 x 11008 x (8 - 1) / (8 x 4.5e+11) = 0.526 ms",
-                "once, to gather the weights.", "= 30.82 devices in both passes"});
-    check_says(csv_of(cmd_tp_calcs, o),
-               {"dx1(i) = dz(i) * f'(x1(i)) * x2(i)",
-                "(c) Forward: 4 B D (N_TP - 1) / (N_TP W) = 4 x 65536 x 4096 x (8 - 1) / (8 x 4.5e+11) = 2.088 ms",
-                "N_TP <= 1 + 3 D_FF W / C = 16.03 devices",
-                "N_TP <= 1 + 3 D_FF W / (2 C) = 1 + 3 x 11008 x 4.5e+11 / (2 x 9.89e+14) = 8.513 devices"});
+    check_says(csv_of(cmd_alternate_ring_all_reduce, o),
+               {"takes (N - 1) S / W = (8 - 1) x 1e+09 / 4.5e+11 = 15.56 ms", " = 3.889 ms.\n",
+                "That is N / 2 = 4 times as long"});
     check_says(
-        csv_of(cmd_fsdp_tp_calcs, o),
-        {"max(6 x 4096 x 11008 x (4 - 1), 4 x 65536 x 4096 x (2 - 1)) / (4 x 2 x 4.5e+11) = 0.2983 ms. FSDP's gather",
-         "1 + 65536 x 4.5e+11 / 9.89e+14 = 30.82, where N_TP cancels.", "So N <= 30.82 x 8.513 = 262.4 devices.",
-         "= 1148846. ",
-         "N_FSDP = Q / (6 D_FF) = 17.39, N_TP = Q / (4 B) = 4.382. So N <= Q^2 / (24 B D_FF) = 1148846^2 / (24 x 65536 "
-         "x 11008) = 76.23 devices."});
+        csv_of(cmd_data_parallel_calcs, o),
+        {"(a) Backward: 12 B D D_FF / N = 12 x 65536 x 4096 x 11008 / 8 = 4.432e+12 FLOP, 6 "
+         "products",
+         "(b) Backward: 12 D D_FF (N - 1) / (N W) = 12 x 4096 x 11008 x (8 - 1) / (8 x 4.5e+11) = "
+         "1.052 ms. ",
+         "twice, to all-reduce the gradients.",
+         "(c) N <= 1 + B W / C = 1 + 65536 x 4.5e+11 / 9.89e+14 = 30.82 devices, from 12 D D_FF"});
+    check_says(
+        csv_of(cmd_fsdp_calcs, o),
+        {"Forward: 6 B D D_FF / N = 6 x 65536 x 4096 x 11008 / 8 = 2.216e+12 FLOP, 3 products",
+         "Forward: 6 D D_FF (N - 1) / (N W) = 6 x 4096 x 11008 x (8 - 1) / (8 x 4.5e+11) = 0.526 "
+         "ms",
+         "once, to gather the weights.", "= 30.82 devices in both passes"});
+    check_says(csv_of(cmd_tp_calcs, o), {"dx1(i) = dz(i) * f'(x1(i)) * x2(i)",
+                                         "(c) Forward: 4 B D (N_TP - 1) / (N_TP W) = 4 x 65536 x "
+                                         "4096 x (8 - 1) / (8 x 4.5e+11) = 2.088 ms",
+                                         "N_TP <= 1 + 3 D_FF W / C = 16.03 devices",
+                                         "N_TP <= 1 + 3 D_FF W / (2 C) = 1 + 3 x 11008 x 4.5e+11 / "
+                                         "(2 x 9.89e+14) = 8.513 devices"});
+    check_says(csv_of(cmd_fsdp_tp_calcs, o),
+               {"max(6 x 4096 x 11008 x (4 - 1), 4 x 65536 x 4096 x (2 - 1)) / (4 x 2 x 4.5e+11) = "
+                "0.2983 ms. FSDP's gather",
+                "1 + 65536 x 4.5e+11 / 9.89e+14 = 30.82, where N_TP cancels.",
+                "So N <= 30.82 x 8.513 = 262.4 devices.", "= 1148846. ",
+                "N_FSDP = Q / (6 D_FF) = 17.39, N_TP = Q / (4 B) = 4.382. So N <= Q^2 / (24 B "
+                "D_FF) = 1148846^2 / (24 x 65536 x 11008) = 76.23 devices."});
 }
 TEST_CASE("calcs: answers where communication is the limit, or an axis goes") {
     Options few = handout(), narrow = handout(), short_batch = handout();
     few.tokens = 2048, narrow.d_ff = 64, short_batch.tokens = 1024;
     check_says(csv_of(cmd_data_parallel_calcs, few), {"= 1.932 devices"});
     check_says(csv_of(cmd_fsdp_tp_calcs, narrow),
-               {"The other axis then has less than one device. So there is only the FSDP "
-                "axis, and N <= 30.82 devices"});
+               {"The other axis then has less than one device. So there is only the FSDP axis, and "
+                "N <= 30.82 devices"});
     check_says(csv_of(cmd_fsdp_tp_calcs, short_batch),
-               {"The other axis then has less than one device. So there is only the TP "
-                "axis, and N <= 8.513 devices"});
+               {"The other axis then has less than one device. So there is only the TP axis, and N "
+                "<= 8.513 devices"});
 }
 TEST_CASE("calcs: wrong options") {
     for (const auto& [option, value] : {std::pair("--devices", "1"),
                                         {"--devices", "1048577"},
                                         {"--devices", "2.5"},
                                         {"--tflops", "nan"},
-                                        {"--tflops", "1e308"}}) {  // a product could be beyond a double
+                                        // a product could be beyond a double
+                                        {"--tflops", "1e308"}}) {
         CHECK(run_cs336({"tp_calcs", option, value}).exit_code == 2);
     }
     for (const std::string value : {"3.4e38", "1.2e-38"}) {
-        const Run r = run_cs336({"fsdp_tp_calcs", "--tflops", value, "--tokens", "1048576", "--d_ff", "1048576"});
+        const Run r = run_cs336(
+            {"fsdp_tp_calcs", "--tflops", value, "--tokens", "1048576", "--d_ff", "1048576"});
         CHECK(r.exit_code == 0);
         CHECK_MESSAGE(!(has(r.out, "inf ") || has(r.out, "nan")), r.out);
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // communication_accounting
 
 static Options xxl() {  // main.cu's defaults
@@ -716,12 +787,13 @@ static Options xxl() {  // main.cu's defaults
 TEST_CASE("accounting: table and answers") {
     check_says(
         csv_of(cmd_communication_accounting, xxl()),
-        {"(a) P = 2 D F L = 2 x 16384 x 53248 x 126 = 2.198e+11 parameters take 4 P = 879.4 GB in fp32.",
+        {"(a) P = 2 D F L = 2 x 16384 x 53248 x 126 = 2.198e+11 parameters take 4 P = 879.4 GB in "
+         "fp32.",
          "16 P = 3517.6 GB, the memory of 3517.6 / 80 = 43.97, so 44 GPUs.", "= 17.55 MB per token",
          "below 95 GB from N = 38 devices on; with 2048 tokens per device, from N = 46 on.",
          "= 10828 tokens per device on", "= 2555.6 FLOP per byte.",
-         " Forward is compute bound from B = (alpha X / M_X) / (1 - alpha Y / (M_Y F)) = (2555.6 x 16 / 2) / (1 - "
-         "2555.6 x 4 / (1 x 53248)) = 25302 tokens overall, 395.3 per chip",
+         " Forward is compute bound from B = (alpha X / M_X) / (1 - alpha Y / (M_Y F)) = (2555.6 x "
+         "16 / 2) / (1 - 2555.6 x 4 / (1 x 53248)) = 25302 tokens overall, 395.3 per chip",
          "20445 tokens (319.4 per chip)", "259.3 tokens per chip, with (X, Y) = (8, 8).",
          "= 245.3, if X could be 2 alpha N / (M_Y F) = 6.1.", "= 61.3."});
 }
@@ -731,10 +803,11 @@ TEST_CASE("accounting: where nothing fits") {
     CHECK_THROWS_WITH(cmd_communication_accounting(o),
                       "--tp: got 21; no batch is compute bound from M_Y F W / C = 20.8 on");
     o = xxl(), o.tokens = 10828;
-    CHECK_THROWS_WITH(cmd_communication_accounting(o), "--tokens: got 10828, takes fewer than 10828");
+    CHECK_THROWS_WITH(cmd_communication_accounting(o),
+                      "--tokens: got 10828, takes fewer than 10828");
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Tests of fsdp.cu.
 
 using Words = std::vector<std::string>;
@@ -752,14 +825,17 @@ static Run tiny_step(const Words& more, const char* batch_size = "2") {
     REQUIRE_MESSAGE(r.exit_code == 0, r.err);
     return r;
 }
-static double number(const Run& r, const char* name) { return std::stod(column(r.out, name).at(0)); }
+static double number(const Run& r, const char* name) {
+    return std::stod(column(r.out, name).at(0));
+}
 TEST_CASE("leaderboard: a small step, its predicted peak") {
     const Run r = tiny_step({});
     CHECK(has(r.out, "vocabulary 5000), precision pure_bf16, "));
     CHECK(has(r.out, "precision pure_bf16, mode fused, head chunk 2048; 2 sequences per rank"));
     CHECK(number(r, "peak MiB") > 2);
     CHECK(number(r, "peak MiB") == number(r, "predicted MiB"));
-    CHECK(number(r, "tokens/s") == doctest::Approx(40 / (number(r, "Total Time (ms)") / 1e3)).epsilon(0.1));
+    CHECK(number(r, "tokens/s") ==
+          doctest::Approx(40 / (number(r, "Total Time (ms)") / 1e3)).epsilon(0.1));
     CHECK(number(r, "head and loss ms") > 0);
     CHECK(number(r, "first loss") == doctest::Approx(std::log(5000)).epsilon(0.3));
     CHECK(column(r.out, "MFU %").at(0) == "-");  // the peak rate is a GPU's
@@ -775,7 +851,8 @@ TEST_CASE("leaderboard: two ranks give one rank's losses, with a backward per se
         const Run one = tiny_step({}, batch_size),
                   two = tiny_step({"--nproc", "2", "--checkpoint", "ffn:1"}, batch_size);
         CHECK(has(two.out, "2 ranks, backend gloo; "));
-        const double LOSS_NOISE = 3e-4;  // with 6 seeds 5e-5 at most, while the loss falls by 0.03 of itself
+        // with 6 seeds 5e-5 at most, while the loss falls by 0.03 of itself
+        const double LOSS_NOISE = 3e-4;
         for (const char* name : {"first loss", "last loss"}) {
             CAPTURE(name);
             CHECK(number(two, name) == doctest::Approx(number(one, name)).epsilon(LOSS_NOISE));
@@ -783,27 +860,34 @@ TEST_CASE("leaderboard: two ranks give one rank's losses, with a backward per se
         CHECK(number(two, "last loss") < 0.98 * number(two, "first loss"));
         CHECK(number(one, "peak MiB") == number(one, "predicted MiB"));
         const double tokens = 20 * std::stod(batch_size);  // of both ranks
-        CHECK(number(two, "tokens/s") == doctest::Approx(tokens / (number(two, "Total Time (ms)") / 1e3)).epsilon(0.1));
+        CHECK(number(two, "tokens/s") ==
+              doctest::Approx(tokens / (number(two, "Total Time (ms)") / 1e3)).epsilon(0.1));
         double parts = number(two, "head and loss ms");  // the waits count once
-        for (const char* part : {"Forward (ms)", "Backward (ms)", "Exposed Comm (ms)", "Optimizer (ms)"}) {
+        for (const char* part :
+             {"Forward (ms)", "Backward (ms)", "Exposed Comm (ms)", "Optimizer (ms)"}) {
             parts += number(two, part);
         }
         CHECK(parts == doctest::Approx(number(two, "Total Time (ms)")).epsilon(0.02));
-        CHECK(number(two, "peak MiB") == doctest::Approx(number(two, "predicted MiB")).epsilon(0.02));
+        CHECK(number(two, "peak MiB") ==
+              doctest::Approx(number(two, "predicted MiB")).epsilon(0.02));
     }
 }
 TEST_CASE("leaderboard: the handout's step is counted and predicted where it does not fit") {
     const Run r = leaderboard({"--size", "8B", "--context_length", "32768", "--batch_size", "2"});
     CHECK(r.exit_code == 1);  // no row ran
-    CHECK(has(r.out, "size 8B (8126 million parameters, 16.3 GB; d_model 4096, d_ff 11008, 34 layers, 32 heads"));
+    CHECK(has(r.out,
+              "size 8B (8126 million parameters, 16.3 GB; d_model 4096, d_ff 11008, 34 layers, 32 "
+              "heads"));
     CHECK(has(r.out, "; a sequence per backward; 5.044e+15 FLOP per step"));
     CHECK(has(column(r.out, "Total Time (ms)").at(0), "OOM ("));
     CHECK(has(r.err, "no step ran: each rank needs "));
 }
 TEST_CASE("leaderboard: wrong options") {
     for (const auto& [words, line] : std::vector<std::pair<Words, std::string>>{
-             {{"--nproc", "2", "--batch_size", "3"}, "--batch_size: got 3, takes a multiple of 2, the number of ranks"},
-             {{"--precision", "fp16"}, "--mode fused, --precision fp16: takes mode fused or flash, and not fp16"}}) {
+             {{"--nproc", "2", "--batch_size", "3"},
+              "--batch_size: got 3, takes a multiple of 2, the number of ranks"},
+             {{"--precision", "fp16"},
+              "--mode fused, --precision fp16: takes mode fused or flash, and not fp16"}}) {
         const Run r = leaderboard(words);
         CHECK(r.exit_code == 2);
         CHECK_MESSAGE(has(r.err, line), r.err);
@@ -817,8 +901,8 @@ static std::string chosen(double gib, int world) {
     context.device = CUDA;  // only planned for
     context.precision = PREC_PURE_BF16, context.mode = FLASH, context.head_chunk = 2048;
     Options o;
-    o.edition = "2026", o.size = {"8B"}, o.context_length = 32768, o.batch_size = world == 1 ? 2 : 1,
-    o.vocab_size = 10000;
+    o.edition = "2026", o.size = {"8B"}, o.context_length = 32768,
+    o.batch_size = world == 1 ? 2 : 1, o.vocab_size = 10000;
     const double room = gib * (1 << 30) * 30 / 31;
     choose_what_runs_again(o, world, room);
     const Checkpointing k = context.checkpoint;
@@ -845,16 +929,18 @@ TEST_CASE("leaderboard: by default as little runs again as fits") {
     CHECK(chosen(139, 1) == "flash, recompute, checkpoint ffn:25" + chunk);  // one H200
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The sentences of fsdp_accounting and leaderboard, from filled structs. Numbers without another word were measured on
-// two H200s.
+// -------------------------------------------------------------------------------------------------
+// The sentences of fsdp_accounting and leaderboard, from filled structs. Numbers without another
+// word were measured on two H200s.
 
-static std::string said(const std::vector<FsdpRun>& runs, int world = 2, double psi = 3406809600, int bytes = 4) {
+static std::string said(const std::vector<FsdpRun>& runs, int world = 2, double psi = 3406809600,
+                        int bytes = 4) {
     return printed([&] { answer_fsdp_accounting(runs, world, psi, bytes); });
 }
 static std::vector<FsdpRun> runs_of(double ddp, double sharded, double fsdp) {  // peaks in MiB
     std::vector<FsdpRun> runs = {{"DDP"}, {"sharded optimizer"}, {"FSDP"}};
-    runs[0].use.peak = ddp * 1048576, runs[1].use.peak = sharded * 1048576, runs[2].use.peak = fsdp * 1048576;
+    runs[0].use.peak = ddp * 1048576, runs[1].use.peak = sharded * 1048576,
+    runs[2].use.peak = fsdp * 1048576;
     runs[2].gather = {0.3, 0.86, 26.13}, runs[2].wait = {0.225, 0.801, 0.003};
     return runs;
 }
@@ -862,22 +948,24 @@ TEST_CASE("answers: fsdp_accounting") {
     std::vector<FsdpRun> runs = runs_of(58510.1, 45514.1, 27671.2);  // xl in fp32
     check_says(
         said(runs),
-        {"**(a)** FSDP should save 25991.9 MiB against DDP and 12995.9 MiB against a sharded optimizer. Weights, "
-         "gradients and two moments take 16 Psi bytes with DDP, (8 + 8/N) Psi with the sharded optimizer and "
-         "16 Psi/N with FSDP (Psi = 3.407e+09, N = 2).\n",
+        {"**(a)** FSDP should save 25991.9 MiB against DDP and 12995.9 MiB against a sharded "
+         "optimizer. Weights, gradients and two moments take 16 Psi bytes with DDP, (8 + 8/N) Psi "
+         "with the sharded optimizer and 16 Psi/N with FSDP (Psi = 3.407e+09, N = 2).\n",
          "FSDP takes 30838.9 MiB less than DDP. It takes 4847.0 MiB less than expected (MiB: ",
          "FSDP takes 17842.9 MiB less than the sharded optimizer. It takes 4847.0",
-         "**(b)** The gathers come in time for forward: those after layer 0 take 26.130 ms, and forward "
-         "waits 0.003 ms for them.",
+         "**(b)** The gathers come in time for forward: those after layer 0 take 26.130 ms, and "
+         "forward waits 0.003 ms for them.",
          "it waits 0.225 and 0.801 ms.\n"});
-    // Two whole units and their gradients are more than what sharding saves: a CPU run of a model of 13.8 MiB.
+    // Two whole units and their gradients are more than what sharding saves: a CPU run of a model
+    // of 13.8 MiB.
     CHECK(has(said(runs_of(57.6, 43.9, 47.2), 2, 3609728),
-              "FSDP takes 3.3 MiB more than the sharded optimizer. It takes 17.1 MiB more than expected (MiB: "));
+              "FSDP takes 3.3 MiB more than the sharded optimizer. It takes 17.1 MiB more than "
+              "expected (MiB: "));
     CHECK(has(said(runs, 2, 3406809600, 2), "8 Psi bytes with DDP, (4 + 4/N) Psi with"));
     runs[2].wait[2] = 12.4;
     CHECK(has(said(runs),
-              "**(b)** Not all gathers come in time for forward: those after layer 0 take 26.130 ms, and "
-              "forward waits 12.400 ms for them."));
+              "**(b)** Not all gathers come in time for forward: those after layer 0 take 26.130 "
+              "ms, and forward waits 12.400 ms for them."));
     // bf16: the largest cause is the sharded optimizer's copies, then its activations.
     MemoryUse other{}, fsdp{};
     auto set = [](MemoryUse& use, std::vector<double> mib) {
@@ -885,7 +973,8 @@ TEST_CASE("answers: fsdp_accounting") {
         for (int i = 0; i < 5; i++) { use.peak_by[all[i]] = (size_t)(mib[i] * 1048576); }
     };
     set(other, {1000, 1000, 1000, 6448.8, 4000}), set(fsdp, {500, 1301.1, 1000, 400, 425.8});
-    CHECK(causes(other, fsdp, 500 * 1048576.0, 0) == "weight copies -6048.8, activations -3574.2 and gradients +801.1");
+    CHECK(causes(other, fsdp, 500 * 1048576.0, 0) ==
+          "weight copies -6048.8, activations -3574.2 and gradients +801.1");
     runs[0].oom = (size_t)(192.5 * (1 << 30));  // 10B
     CHECK(has(said(runs), "**(a)** DDP did not fit.\n"));
     runs[2].oom = 1 << 30, runs[2].gather.clear();
@@ -898,8 +987,8 @@ TEST_CASE("answers: leaderboard") {
     r.ms[TOTAL] = {4157.9, 9.2, 4157.1, 4147.7, 4169.8, 4};
     auto text = [&] { return printed([&] { answer_leaderboard(r); }); };
     CHECK(text() ==
-          "A step of 8B on 2 ranks takes 4157.9 ms (mean of 4 steps): 1213 TFLOP/s. The peak is 127.9 GiB per "
-          "rank.\n");
+          "A step of 8B on 2 ranks takes 4157.9 ms (mean of 4 steps): 1213 TFLOP/s. The peak is "
+          "127.9 GiB per rank.\n");
     r.world = 1, r.flops = 4.67e10, r.ms[TOTAL] = {2912.9, 0, 2912.9, 2912.9, 2912.9, 1};
     CHECK(has(text(), " on 1 rank takes 2912.9 ms (mean of 1 step): 0.01603 TFLOP/s. "));
 }

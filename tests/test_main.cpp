@@ -1,4 +1,5 @@
-// Tests of the command line, most of them on the real program: the environment's CS336_BINARY, else ./cs336.
+// Tests of the command line, most of them on the real program: the environment's CS336_BINARY, else
+// ./cs336.
 #include "test.h"
 #define main program_main
 #include "main.cu"
@@ -10,17 +11,23 @@
 #include <sstream>
 using Words = std::vector<std::string>;
 
-static int lines(const std::string& text) { return (int)std::count(text.begin(), text.end(), '\n'); }
+static int lines(const std::string& text) {
+    return (int)std::count(text.begin(), text.end(), '\n');
+}
 
-// The default that a command's --help tells. CLI11 2.1 prints `--steps INT=10`, 2.4 `--steps INT [10]`.
+// The default that a command's --help tells. CLI11 2.1 prints `--steps INT=10`, 2.4 `--steps INT
+// [10]`.
 static std::string default_of(const std::string& option, const std::string& help) {
     std::smatch found;
-    std::regex_search(help, found, std::regex("\n  --" + option + R"( [A-Z]+(?::\{[^}]*\})?(?:=| \[)([^\s\]]*))"));
+    std::regex_search(
+        help, found,
+        std::regex("\n  --" + option + R"( [A-Z]+(?::\{[^}]*\})?(?:=| \[)([^\s\]]*))"));
     return found.size() == 2 ? found[1].str() : "none";
 }
 
 TEST_CASE("main: help and version") {
-    Run help = run_cs336({"--help"}), nothing = run_cs336({}), train = run_cs336({"train", "--help"});
+    Run help = run_cs336({"--help"}), nothing = run_cs336({}),
+        train = run_cs336({"train", "--help"});
     CHECK(help.exit_code == 0);
     CHECK(run_cs336({"help"}).out == help.out);
     CHECK(has(help.out, "cs336 list"));
@@ -34,38 +41,46 @@ TEST_CASE("main: help and version") {
 // What the handouts set, and what we set where they do not.
 TEST_CASE("main: the defaults are the handouts' settings") {
     const char* const table[] = {
-        "benchmarking_script 2025 size=small,medium,large,xl,2.7B vocab_size=10000 context_length=256 batch_size=4 "
-        "warmup=0,1,2,5 steps=10 precision=fp32 mode=eager,flash checkpoint=none seed=0 edition=2025 device=auto "
-        "format=md",
-        "benchmarking_script 2026 size=small,medium,large,xl,10B vocab_size=10000 context_length=512 batch_size=4 "
-        "warmup=0,1,2,5 steps=10 precision=fp32",
-        "nsys_profile 2025 size=small,medium,large,xl,2.7B context_length=128,256,512,1024 batch_size=4 warmup=2 "
-        "steps=5 precision=fp32 mode=eager",
+        "benchmarking_script 2025 size=small,medium,large,xl,2.7B vocab_size=10000 "
+        "context_length=256 batch_size=4 warmup=0,1,2,5 steps=10 precision=fp32 mode=eager,flash "
+        "checkpoint=none seed=0 edition=2025 device=auto format=md",
+        "benchmarking_script 2026 size=small,medium,large,xl,10B vocab_size=10000 "
+        "context_length=512 batch_size=4 warmup=0,1,2,5 steps=10 precision=fp32",
+        "nsys_profile 2025 size=small,medium,large,xl,2.7B context_length=128,256,512,1024 "
+        "batch_size=4 warmup=2 steps=5 precision=fp32 mode=eager",
         "nsys_profile 2026 size=small,xl context_length=256,512 batch_size=4",
-        "benchmarking_mixed_precision 2025 size=small,medium,large,xl,2.7B context_length=256 batch_size=4 warmup=5 "
-        "steps=10 precision=fp32,tf32,bf16 mode=eager,flash",
+        "benchmarking_mixed_precision 2025 size=small,medium,large,xl,2.7B context_length=256 "
+        "batch_size=4 warmup=5 steps=10 precision=fp32,tf32,bf16 mode=eager,flash",
         "benchmarking_mixed_precision 2026 size=small,medium,large,xl,10B context_length=512",
-        "memory_profiling 2025 size=2.7B context_length=128,256,512 batch_size=4 precision=fp32,bf16 mode=eager",
+        "memory_profiling 2025 size=2.7B context_length=128,256,512 batch_size=4 "
+        "precision=fp32,bf16 mode=eager",
         "memory_profiling 2026 size=xl context_length=128,2048 batch_size=4 precision=fp32,bf16",
-        "gradient_checkpointing 2026 size=xl context_length=2048 batch_size=4 precision=fp32 mode=eager",
+        "gradient_checkpointing 2026 size=xl context_length=2048 batch_size=4 precision=fp32 "
+        "mode=eager",
         "pytorch_attention 2025 steps=100",
-        "torch_compile 2025 size=small,medium,large,xl,2.7B context_length=256 batch_size=4 warmup=5 steps=10",
+        "torch_compile 2025 size=small,medium,large,xl,2.7B context_length=256 batch_size=4 "
+        "warmup=5 steps=10",
         "torch_compile 2026 size=small,medium,large,xl,10B context_length=512",
-        "flash_leaderboard 2025 d_model=1024 num_heads=16 context_length=16384 precision=bf16 impl=all",
-        "distributed_communication_single_node 2025 warmup=5 steps=10 nproc=2 backend=auto timeout=60",
-        "naive_ddp_benchmarking 2025 size=xl vocab_size=10000 context_length=512 batch_size=2 warmup=5 steps=10 "
-        "precision=fp32 mode=flash nproc=2",
+        "flash_leaderboard 2025 d_model=1024 num_heads=16 context_length=16384 precision=bf16 "
+        "impl=all",
+        "distributed_communication_single_node 2025 warmup=5 steps=10 nproc=2 backend=auto "
+        "timeout=60",
+        "naive_ddp_benchmarking 2025 size=xl vocab_size=10000 context_length=512 batch_size=2 "
+        "warmup=5 steps=10 precision=fp32 mode=flash nproc=2",
         "ddp_bucketed_benchmarking 2025 bucket_size_mb=1,10,100,1000 size=xl nproc=2",
-        "communication_accounting 2025 d_model=16384 d_ff=53248 num_layers=126 tokens=2048 tflops=460 "
-        "bandwidth_gb=180 fsdp=16 tp=4",
+        "communication_accounting 2025 d_model=16384 d_ff=53248 num_layers=126 tokens=2048 "
+        "tflops=460 bandwidth_gb=180 fsdp=16 tp=4",
         "optimizer_state_sharding_accounting 2025 size=xl batch_size=2 nproc=2 precision=fp32",
         "fsdp_accounting 2026 size=xl batch_size=2 nproc=2 precision=fp32",
         "alternate_ring_all_reduce 2026 tensor_mb=1000 devices=8 bandwidth_gb=450",
-        "data_parallel_calcs 2026 tokens=65536 d_model=4096 d_ff=11008 tflops=989 bandwidth_gb=450 devices=8",
-        "fsdp_tp_calcs 2026 tokens=65536 d_model=4096 d_ff=11008 tflops=989 bandwidth_gb=450 fsdp=4 tp=2",
-        "leaderboard 2026 size=8B context_length=32768 batch_size=2 precision=pure_bf16 mode=flash nproc=2",
-        "train 2025 d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 lr=0.001 "
-        "sample=200",
+        "data_parallel_calcs 2026 tokens=65536 d_model=4096 d_ff=11008 tflops=989 bandwidth_gb=450 "
+        "devices=8",
+        "fsdp_tp_calcs 2026 tokens=65536 d_model=4096 d_ff=11008 tflops=989 bandwidth_gb=450 "
+        "fsdp=4 tp=2",
+        "leaderboard 2026 size=8B context_length=32768 batch_size=2 precision=pure_bf16 mode=flash "
+        "nproc=2",
+        "train 2025 d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 "
+        "steps=200 lr=0.001 sample=200",
         "model 2025 steps=0 lr=0.001 rope_theta=10000",
     };
     for (const char* row : table) {
@@ -78,7 +93,8 @@ TEST_CASE("main: the defaults are the handouts' settings") {
             const size_t equals = word.find('=');
             const std::string option = word.substr(0, equals), expected = word.substr(equals + 1);
             if (option == "edition" && edition != "2025") { continue; }
-            CHECK_MESSAGE(default_of(option, help.out) == expected, command, " ", edition, " --", option);
+            CHECK_MESSAGE(default_of(option, help.out) == expected, command, " ", edition, " --",
+                          option);
         }
     }
 }
@@ -138,7 +154,8 @@ TEST_CASE("main: an edition has sizes and lengths of its own, and what is typed 
     };
     CHECK(has(memory({}), "2.7B"));
     CHECK(has(memory({"--edition", "2026"}), "xl (2026)"));
-    const std::string typed = memory({"--edition", "2026", "--size", "small", "--context_length", "64"});
+    const std::string typed =
+        memory({"--edition", "2026", "--size", "small", "--context_length", "64"});
     CHECK(has(typed, "small"));
     CHECK(!has(typed, "2048"));
     Run none = run_cs336({"communication_accounting", "--edition", "2026"});
@@ -157,8 +174,10 @@ TEST_CASE("main: an output is no input") {
     write_file(same, read_file("LICENSE"));
     std::filesystem::create_symlink(same, link);
     const Words attention = {"attention", "--device", "cpu", "--inputs", same};
-    for (const Words& more :
-         {Words{"--out", same}, {"--out", link}, {"--out", folder.path}, {"--out", folder / "no/such"}}) {
+    for (const Words& more : {Words{"--out", same},
+                              {"--out", link},
+                              {"--out", folder.path},
+                              {"--out", folder / "no/such"}}) {
         Words words = attention;
         words.insert(words.end(), more.begin(), more.end());
         Run wrong = run_cs336(words);
@@ -171,33 +190,40 @@ TEST_CASE("main: an output is no input") {
 }
 TEST_CASE("main: reproduce writes what a problem prints") {
     Folder folder;
-    Run r = run_cs336({"reproduce", "fsdp_calcs", "tp_calcs", "--edition", "2026", "--out", folder.path});
+    Run r = run_cs336(
+        {"reproduce", "fsdp_calcs", "tp_calcs", "--edition", "2026", "--out", folder.path});
     CHECK_MESSAGE(r.exit_code == 0, r.err);
     CHECK(read_file(folder / "fsdp_calcs.md") == run_cs336({"fsdp_calcs"}).out);
     CHECK(folder.files().size() == 2);
     CHECK(run_cs336({"reproduce", "no_such", "--out", folder.path}).exit_code == 2);
     run_cs336({"reproduce", "fsdp_calcs", "--quick", "--format", "csv", "--out", folder.path});
-    CHECK(read_file(folder / "fsdp_calcs.md") == run_cs336({"fsdp_calcs", "--quick", "--format", "csv"}).out);
-    run_cs336({"reproduce", "fsdp_calcs", "--out", folder.path});  // other sizes and formats are other outputs
+    CHECK(read_file(folder / "fsdp_calcs.md") ==
+          run_cs336({"fsdp_calcs", "--quick", "--format", "csv"}).out);
+    // other sizes and formats are other outputs
+    run_cs336({"reproduce", "fsdp_calcs", "--out", folder.path});
     CHECK(read_file(folder / "fsdp_calcs.md") == run_cs336({"fsdp_calcs"}).out);
 }
 TEST_CASE("main: reproduce fails where a problem fails, and goes on") {
     Folder folder;
     if (cuda_devices() == 0) {
-        Run r = run_cs336({"reproduce", "flash_forward", "fsdp_calcs", "--device", "cuda", "--out", folder.path});
+        Run r = run_cs336(
+            {"reproduce", "flash_forward", "fsdp_calcs", "--device", "cuda", "--out", folder.path});
         CHECK(r.exit_code == 1);
-        CHECK(has(r.err, "cs336 flash_forward --device cuda --format md --edition 2025: exited with 1"));
+        CHECK(has(r.err,
+                  "cs336 flash_forward --device cuda --format md --edition 2025: exited with 1"));
         CHECK(has(read_file(folder / "fsdp_calcs.md"), "fsdp_calcs"));
         CHECK(folder.files().size() == 1);
     }
     Run wrong = run_cs336({"reproduce", "tp_calcs", "--device", "cpu"});
     CHECK(wrong.exit_code == 2);
     CHECK(has(wrong.err, "--out: is required on a CPU"));
-    CHECK(has(run_cs336({"reproduce", "tp_calcs", "--quick"}).err, "--out: is required on a CPU and with --quick"));
+    CHECK(has(run_cs336({"reproduce", "tp_calcs", "--quick"}).err,
+              "--out: is required on a CPU and with --quick"));
 }
 TEST_CASE("main: reproduce keeps a file of this commit, device, sizes and format only") {
     begin_on(CPU);
-    const std::string device = device_description(), text = "fsdp; " + device + "; commit abc1234\n";
+    const std::string device = device_description(),
+                      text = "fsdp; " + device + "; commit abc1234\n";
     CHECK(is_as_now(text, "abc1234", false));
     CHECK(!is_as_now(text, "abc1235", false));
     CHECK(!is_as_now(text, "abc1234", true));
@@ -223,8 +249,10 @@ TEST_CASE("main: info's rates are FLOPs and bytes, read and written, per second"
     for (int i = 0; i < 20; i++) {  // the best of each: other processes cannot make it better
         tflops = std::max(tflops, matmul_tflops(FP32, n));
         gb_per_s = std::max(gb_per_s, copy_gb_per_s(bytes));
-        product_ms = std::min(product_ms, stats_of(time_ms(2, 10, [&] { gemm(c, a, false, b, false); })).median);
-        copy_ms = std::min(copy_ms, stats_of(time_ms(2, 10, [&] { copy_or_add(to, from, false); })).median);
+        product_ms = std::min(
+            product_ms, stats_of(time_ms(2, 10, [&] { gemm(c, a, false, b, false); })).median);
+        copy_ms = std::min(copy_ms,
+                           stats_of(time_ms(2, 10, [&] { copy_or_add(to, from, false); })).median);
     }
     CHECK(tflops * product_ms == doctest::Approx(2e-9 * n * n * n).epsilon(0.3));
     CHECK(gb_per_s * copy_ms == doctest::Approx(2e-6 * bytes).epsilon(0.3));
@@ -232,16 +260,21 @@ TEST_CASE("main: info's rates are FLOPs and bytes, read and written, per second"
 }
 TEST_CASE("main: what runs on one GPU runs on the GPU that was asked for") {
     if (!begin<OnCUDA>()) { return; }
-    for (const char* command : {"benchmarking_script", "nsys_profile", "benchmarking_mixed_precision",
-                                "memory_profiling", "gradient_checkpointing", "pytorch_attention", "torch_compile",
-                                "weighted_sum", "flash_forward", "flash_benchmarking", "flash_leaderboard"}) {
+    for (const char* command :
+         {"benchmarking_script", "nsys_profile", "benchmarking_mixed_precision", "memory_profiling",
+          "gradient_checkpointing", "pytorch_attention", "torch_compile", "weighted_sum",
+          "flash_forward", "flash_benchmarking", "flash_leaderboard"}) {
         Run r = run_cs336({command, "--device", "cuda", "--quick"});
-        CHECK_MESSAGE(has(r.out.substr(0, r.out.find('\n')), device_description()), command, ": ", r.err, r.out);
+        CHECK_MESSAGE(has(r.out.substr(0, r.out.find('\n')), device_description()), command, ": ",
+                      r.err, r.out);
     }
 }
-TEST_CASE("main: tests/vs_pytorch.py explains itself and refuses in one line, also without PyTorch") {
+TEST_CASE(
+    "main: tests/vs_pytorch.py explains itself and refuses in one line, also without PyTorch") {
     // -S: no site-packages, so there is no torch
-    auto run = [](const std::string& words) { return run_shell("python3 -S tests/vs_pytorch.py " + words); };
+    auto run = [](const std::string& words) {
+        return run_shell("python3 -S tests/vs_pytorch.py " + words);
+    };
     Run help = run("--help");
     if (help.exit_code == 127) { return skip_this_case("no python3"); }
     CHECK(help.exit_code == 0);
@@ -292,7 +325,8 @@ TEST_CASE("plan: the default mode falls back to fused, a typed one is refused") 
     o.given.insert("mode");
     CHECK_THROWS_AS(modes_of(o, configs_of(o), precisions_of(o)), Failure);
 }
-TEST_CASE("plan: what does not fit is not tried, and what runs out of memory all the same has not fit") {
+TEST_CASE(
+    "plan: what does not fit is not tried, and what runs out of memory all the same has not fit") {
     begin_on(CPU);
     int calls = 0;
     auto run = [&] { calls++; };

@@ -7,9 +7,9 @@
 #include <cstdio>
 #include <fstream>
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The whole model by finite differences in float64, fused against eager, GPU against CPU, against PyTorch's fixtures,
-// and the promises about memory and determinism.
+// -------------------------------------------------------------------------------------------------
+// The whole model by finite differences in float64, fused against eager, GPU against CPU, against
+// PyTorch's fixtures, and the promises about memory and determinism.
 
 static Setup make_setup(const ModelConfig& c, int B, int T, DType dtype = weight_dtype()) {
     Setup s{make_model(c, dtype), Tensor(), Tensor()};
@@ -46,7 +46,9 @@ static StepResult run_once(Setup& s, float loss_scale = 1) {
 static Tensor gradient_of(const Model& model, const Parameter& p) {
     for (const Tensor& t : model.slots) {
         const int64_t begin = p.offset - (t.data - model.weights.data) / (int64_t)size_of(t.dtype);
-        if (t.gradient->filled && begin >= 0 && begin < t.size()) { return view(t.gradient->value, begin, p.shape); }
+        if (t.gradient->filled && begin >= 0 && begin < t.size()) {
+            return view(t.gradient->value, begin, p.shape);
+        }
     }
     FAIL("no gradient of ", p.name);
     return Tensor();
@@ -59,9 +61,9 @@ TEST_CASE("model: fused and eager agree in float64, and with finite differences"
     StepResult eager = run_once(s);
     context.mode = FUSED;
     StepResult fused = run_once(s);
-    for (const Comparison& c :
-         {compare(fused.logits, eager.logits, 1e-12, 1e-12), compare(fused.loss, eager.loss, 1e-12, 0),
-          compare(fused.gradients, eager.gradients, 1e-10, 1e-13)}) {
+    for (const Comparison& c : {compare(fused.logits, eager.logits, 1e-12, 1e-12),
+                                compare(fused.loss, eager.loss, 1e-12, 0),
+                                compare(fused.gradients, eager.gradients, 1e-10, 1e-13)}) {
         CHECK_MESSAGE(c.ok(), to_string(c));
     }
     for (const Parameter& p : s.model.parameters) {
@@ -73,27 +75,31 @@ TEST_CASE("model: fused and eager agree in float64, and with finite differences"
             double down = loss_of(s);
             *x = before;
             double got = fused.gradients.as<double>()[p.offset + i], want = (up - down) / (2 * h);
-            CHECK_MESSAGE(fabs(got - want) <= 1e-8 + 1e-5 * fabs(want), p.name, " ", i, ": ", got, " want ", want);
+            CHECK_MESSAGE(fabs(got - want) <= 1e-8 + 1e-5 * fabs(want), p.name, " ", i, ": ", got,
+                          " want ", want);
         }
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The whole model, in every mode and precision, on every device, against float64 on the CPU
 
 struct Tolerance {
     Precision precision;
     double relative;  // to the largest value: each format's rounding times a few operations
 };
-static const std::vector<Tolerance> tolerances = {{FP32, 2e-5}, {TF32, 1e-2}, {PREC_BF16, 6e-2}, {PREC_FP16, 1e-2}};
+static const std::vector<Tolerance> tolerances = {
+    {FP32, 2e-5}, {TF32, 1e-2}, {PREC_BF16, 6e-2}, {PREC_FP16, 1e-2}};
 
-static void check_close(const Tensor& got, const Tensor& want, double relative, double at_least = 0) {
+static void check_close(const Tensor& got, const Tensor& want, double relative,
+                        double at_least = 0) {
     Comparison c = compare(got, want, 0, relative * std::max(largest(want), at_least));
     CHECK_MESSAGE(c.ok(), to_string(c));
 }
 
 // Logits, loss and every parameter's gradient.
-static void check_against_float64(const ModelConfig& c, int B, int T, Device device, const std::vector<Mode>& modes,
+static void check_against_float64(const ModelConfig& c, int B, int T, Device device,
+                                  const std::vector<Mode>& modes,
                                   const std::vector<Tolerance>& precisions) {
     context.device = CPU, context.mode = EAGER, context.precision = FP32;
     Setup truth = make_setup(c, B, T, F64);
@@ -103,7 +109,8 @@ static void check_against_float64(const ModelConfig& c, int B, int T, Device dev
     for (Mode mode : modes) {
         for (const Tolerance& t : precisions) {
             context.device = device, context.mode = mode, context.precision = t.precision;
-            std::string what = strprintf("%s %s B %d T %d", name_of(mode), name_of(t.precision), B, T);
+            std::string what =
+                strprintf("%s %s B %d T %d", name_of(mode), name_of(t.precision), B, T);
             CAPTURE(what);
             float loss_scale = t.precision == PREC_FP16 ? 1024 : 1;
             StepResult got = run_once(s, loss_scale);
@@ -111,7 +118,8 @@ static void check_against_float64(const ModelConfig& c, int B, int T, Device dev
             check_close(got.logits, want.logits, t.relative);
             check_close(got.loss, want.loss, t.relative);
             double tenth =
-                largest(want.gradients) / 10;  // what cancels to 0, as q's gradient at T = 1, cancels only so far
+                // what cancels to 0, as q's gradient at T = 1, cancels only so far
+                largest(want.gradients) / 10;
             for (const Parameter& p : s.model.parameters) {
                 CAPTURE(p.name);
                 Tensor g = scale(view(got.gradients, p.offset, p.shape), 1 / loss_scale);
@@ -123,7 +131,8 @@ static void check_against_float64(const ModelConfig& c, int B, int T, Device dev
 TEST_CASE_TEMPLATE("model: every mode and precision against float64", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     // Flash has its own head sizes, and no fp16; on the CPU it is fp32.
-    const std::vector<Tolerance> in_flash(tolerances.begin(), tolerances.begin() + (D::device == CPU ? 1 : 3));
+    const std::vector<Tolerance> in_flash(tolerances.begin(),
+                                          tolerances.begin() + (D::device == CPU ? 1 : 3));
     for (auto [B, T] : {std::pair<int, int>{1, 1}, {3, 7}, {2, 65}}) {
         check_against_float64(odd, B, T, D::device, {EAGER, FUSED}, tolerances);
         check_against_float64(even, B, T, D::device, {FUSED}, tolerances);
@@ -142,7 +151,8 @@ static Tensor floats_of(const SafeTensors& file, const std::string& name) {
 static const SafeTensors& fixture(const char* name) {
     static std::map<std::string, SafeTensors> files;
     if (!files.count(name)) {
-        files[name] = load_safetensors(std::string("tests/fixtures/model_") + name + ".safetensors");
+        files[name] =
+            load_safetensors(std::string("tests/fixtures/model_") + name + ".safetensors");
     }
     return files[name];
 }
@@ -151,7 +161,8 @@ Setup fixture_setup() {
     Setup s;
     s.model = make_model({"fixture", 16, 24, 2, 2, 31});
     for (const Parameter& p : s.model.parameters) {
-        copy_or_add(detached(p.weight), to_device(floats_of(weights, p.name), context.device), false);
+        copy_or_add(detached(p.weight), to_device(floats_of(weights, p.name), context.device),
+                    false);
     }
     make_gradients(s.model);
     make_optimizer_state(s.model);
@@ -179,7 +190,8 @@ TEST_CASE_TEMPLATE("model: PyTorch's fixtures", D, OnCPU, OnCUDA) {
                 check_close(r.loss, floats_of(expected, "loss"), 1e-6);
                 for (const Parameter& p : s.model.parameters) {
                     CAPTURE(p.name);
-                    check_close(view(r.gradients, p.offset, p.shape), floats_of(expected, "grad." + p.name), 2e-5);
+                    check_close(view(r.gradients, p.offset, p.shape),
+                                floats_of(expected, "grad." + p.name), 2e-5);
                 }
             }
             AdamW adamw;
@@ -188,7 +200,8 @@ TEST_CASE_TEMPLATE("model: PyTorch's fixtures", D, OnCPU, OnCUDA) {
         }
         for (const Parameter& p : s.model.parameters) {
             CAPTURE(p.name);
-            check_close(on_cpu(p.weight), floats_of(expected, "param." + p.name), 2e-4);  // sqrt(v) magnifies
+            // sqrt(v) magnifies
+            check_close(on_cpu(p.weight), floats_of(expected, "param." + p.name), 2e-4);
         }
     }
 }
@@ -199,15 +212,17 @@ struct Differences {
         std::vector<double> got = to_doubles(got_in), want = to_doubles(want_in), from(got.size());
         if (from_in) { from = to_doubles(from_in); }
         for (size_t i = 0; i < got.size(); i++) {
-            error += (got[i] - want[i]) * (got[i] - want[i]), size += (want[i] - from[i]) * (want[i] - from[i]);
+            error += (got[i] - want[i]) * (got[i] - want[i]),
+                size += (want[i] - from[i]) * (want[i] - from[i]);
         }
     }
     double relative() const { return std::sqrt(error / size); }
 };
-// Both sides round what they compute, in about the same places. So we may be no further from PyTorch's bf16 than that
-// is from its own fp32, from the same weights (make_fixtures.py prints it): for this fixture 1.2e-3 in the loss, 0.21
-// in a parameter's gradient, 0.11 in all gradients, 0.16 in what three steps change of the weights. With eight other
-// seeds that is 3e-6 to 8e-4, 0.03 to 0.11, 0.02 to 0.06 and 0.08 to 0.11.
+// Both sides round what they compute, in about the same places. So we may be no further from
+// PyTorch's bf16 than that is from its own fp32, from the same weights (make_fixtures.py prints
+// it): for this fixture 1.2e-3 in the loss, 0.21 in a parameter's gradient, 0.11 in all gradients,
+// 0.16 in what three steps change of the weights. With eight other seeds that is 3e-6 to 8e-4, 0.03
+// to 0.11, 0.02 to 0.06 and 0.08 to 0.11.
 Tensor copied(const Tensor& t) { return from_floats(to_floats(t), t.shape); }
 void check_pure_bf16(double loss, const ByName& gradients, const ByName& after) {
     const SafeTensors &expected = fixture("pure_bf16"), &before = fixture("weights");
@@ -227,8 +242,9 @@ void check_pure_bf16(double loss, const ByName& gradients, const ByName& after) 
     CHECK(weights.relative() < 0.16);
 }
 const std::vector<PureSetting> pure_settings = {
-    {EAGER, "none", 0, false}, {EAGER, "1", 0, false},    {FUSED, "none", 0, false},    {FUSED, "none", 7, true},
-    {FUSED, "1", 21, false},   {FUSED, "ffn:1", 4, true}, {FUSED, "blocks:1", 4, true}, {FLASH, "ffn", 7, true},
+    {EAGER, "none", 0, false},    {EAGER, "1", 0, false},  {FUSED, "none", 0, false},
+    {FUSED, "none", 7, true},     {FUSED, "1", 21, false}, {FUSED, "ffn:1", 4, true},
+    {FUSED, "blocks:1", 4, true}, {FLASH, "ffn", 7, true},
 };
 // False: this device has no such attention.
 bool begin_pure(const PureSetting& s) {
@@ -254,7 +270,9 @@ TEST_CASE_TEMPLATE("model: pure bf16 against PyTorch's", D, OnCPU, OnCUDA) {
             backward_from_loss(s.model, mean, 1);
             if (step == 0) { loss = to_doubles(mean)[0]; }
             for (const Parameter& p : s.model.parameters) {
-                if (step == 0) { gradients[p.name] = copied(view(s.model.gradients, p.offset, p.shape)); }
+                if (step == 0) {
+                    gradients[p.name] = copied(view(s.model.gradients, p.offset, p.shape));
+                }
             }
             AdamW adamw;
             adamw.lr = 1e-2f;
@@ -264,7 +282,7 @@ TEST_CASE_TEMPLATE("model: pure bf16 against PyTorch's", D, OnCPU, OnCUDA) {
         check_pure_bf16(loss, gradients, after);
     }
 }
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Optimizer
 
 TEST_CASE_TEMPLATE("model: AdamW by its formula, eager and fused", D, OnCPU, OnCUDA) {
@@ -283,8 +301,8 @@ TEST_CASE_TEMPLATE("model: AdamW by its formula, eager and fused", D, OnCPU, OnC
             for (size_t i = 0; i < p.size(); i++) {
                 m[i] = 0.9 * m[i] + 0.1 * g[i] * 0.5;
                 v[i] = 0.999 * v[i] + 0.001 * g[i] * g[i] * 0.25;
-                p[i] = p[i] * (1 - 0.1 * 0.1) -
-                       0.1 * sqrt(1 - pow(0.999, t)) / (1 - pow(0.9, t)) * m[i] / (sqrt(v[i]) + 1e-8);
+                p[i] = p[i] * (1 - 0.1 * 0.1) - 0.1 * sqrt(1 - pow(0.999, t)) / (1 - pow(0.9, t)) *
+                                                    m[i] / (sqrt(v[i]) + 1e-8);
             }
         }
         std::vector<double> got = to_doubles(s.model.weights);
@@ -293,7 +311,8 @@ TEST_CASE_TEMPLATE("model: AdamW by its formula, eager and fused", D, OnCPU, OnC
         CHECK_MESSAGE(worst < 2e-5, name_of(mode), " ", worst);
     }
 }
-// The gradients' arena, or gradients that live from backward to the next zero_gradients: the same numbers.
+// The gradients' arena, or gradients that live from backward to the next zero_gradients: the same
+// numbers.
 TEST_CASE_TEMPLATE("model: steps with and without an arena for the gradients", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     for (Mode mode : {EAGER, FUSED}) {
@@ -319,7 +338,8 @@ TEST_CASE_TEMPLATE("model: steps with and without an arena for the gradients", D
                     peak[arena] = memory_use(D::device).peak;
                 }
                 weights[arena] = on_cpu(model.weights);
-                for (const Parameter& p : model.parameters) {  // in fused mode some lie in joined slots
+                // in fused mode some lie in joined slots
+                for (const Parameter& p : model.parameters) {
                     std::vector<float> g = to_floats(gradient_of(model, p));
                     if (arena) { CHECK(g == to_floats(view(model.gradients, p.offset, p.shape))); }
                     gradients[arena].insert(gradients[arena].end(), g.begin(), g.end());
@@ -331,7 +351,9 @@ TEST_CASE_TEMPLATE("model: steps with and without an arena for the gradients", D
             CHECK(norm[0] == doctest::Approx(norm[1]).epsilon(1e-6));
             CHECK(compare(weights[0], weights[1], 1e-4, 1e-5).ok());
             Shape all = {(int64_t)gradients[0].size()};
-            CHECK(compare(from_floats(gradients[0], all), from_floats(gradients[1], all), 1e-3, 1e-4).ok());
+            CHECK(
+                compare(from_floats(gradients[0], all), from_floats(gradients[1], all), 1e-3, 1e-4)
+                    .ok());
             CHECK(peak[0] < peak[1]);
         }
     }
@@ -367,7 +389,9 @@ static Kept run_kept(const ModelConfig& config, int B, int T) {
 static void in_settings(Mode first, const std::function<void()>& f) {
     for (int mode = first; mode <= FLASH; mode++) {
         for (Precision precision : {FP32, PREC_BF16, PREC_FP16, PREC_PURE_BF16}) {
-            if (mode == FLASH && !fastest_flash(context.device, matmul_dtype(precision), 16)) { continue; }
+            if (mode == FLASH && !fastest_flash(context.device, matmul_dtype(precision), 16)) {
+                continue;
+            }
             context.mode = Mode(mode), context.precision = precision;
             CAPTURE(setting_now());
             f();
@@ -386,7 +410,8 @@ TEST_CASE_TEMPLATE("model: recompute changes memory and no bit", D, OnCPU, OnCUD
         const Kept less = run_kept(config, B, T);
         CHECK(plain.gradients == less.gradients);
         int64_t norms = 2 * config.num_layers + 1, C = config.d_model, F = config.d_ff;
-        CHECK(plain.held - less.held == B * T * (norms * C + config.num_layers * F) * size_of(matmul_dtype()));
+        CHECK(plain.held - less.held ==
+              B * T * (norms * C + config.num_layers * F) * size_of(matmul_dtype()));
     });
 }
 TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, OnCUDA) {
@@ -396,40 +421,49 @@ TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, On
     const OnlyFlashV1 same_bits;
     in_settings(EAGER, [&] {
         std::map<std::string, Kept> kept;
-        for (const char* checkpoint : {"none", "1", "2", "5", "ffn", "ffn:2", "blocks:2", "nested"}) {
+        for (const char* checkpoint :
+             {"none", "1", "2", "5", "ffn", "ffn:2", "blocks:2", "nested"}) {
             CAPTURE(std::string(checkpoint));
             context.checkpoint = checkpointing_from(checkpoint);
             kept[checkpoint] = run_kept(config, B, T);
             CHECK(kept[checkpoint].gradients == kept["none"].gradients);
         }
-        const size_t x = B * T * config.d_model * size_of(weight_dtype());  // of the residual stream
-        CHECK(kept["1"].held - kept["2"].held == 2 * x);                    // 5 checkpoints and 3
+        // of the residual stream
+        const size_t x = B * T * config.d_model * size_of(weight_dtype());
+        CHECK(kept["1"].held - kept["2"].held == 2 * x);  // 5 checkpoints and 3
         CHECK(kept["2"].held - kept["5"].held == 2 * x);
         CHECK(kept["nested"].held > kept["5"].held);  // it keeps all of the last block
         CHECK(kept["ffn"].held < kept["none"].held);
-        CHECK(5 * (kept["none"].held - kept["ffn:2"].held) == 2 * (kept["none"].held - kept["ffn"].held));
+        CHECK(5 * (kept["none"].held - kept["ffn:2"].held) ==
+              2 * (kept["none"].held - kept["ffn"].held));
         const int again =
-            context.mode == EAGER ? 2 : 1;  // w1's and w3's; not w2's, whose result backward does not read
+            // w1's and w3's; not w2's, whose result backward does not read
+            context.mode == EAGER ? 2 : 1;
         CHECK(kept["ffn"].products - kept["none"].products == 5 * again);
         CHECK(kept["ffn:2"].products - kept["none"].products == 2 * again);
         CHECK(kept["1"].held < kept["ffn"].held);
-        CHECK(5 * (kept["ffn"].held - kept["blocks:2"].held) == 2 * (kept["ffn"].held - kept["1"].held));
+        CHECK(5 * (kept["ffn"].held - kept["blocks:2"].held) ==
+              2 * (kept["ffn"].held - kept["1"].held));
         CHECK(5 * (kept["blocks:2"].products - kept["ffn"].products) ==
               2 * (kept["1"].products - kept["ffn"].products));
         CHECK(kept["1"].peak < kept["2"].peak);
         CHECK(kept["2"].peak < kept["5"].peak);
         CHECK(kept["nested"].peak < kept["2"].peak);
-        const int blocks_again = 5 * 4 / 2, all = kept["1"].products - kept["none"].products;  // all: of 5 blocks
+        // all: of 5 blocks
+        const int blocks_again = 5 * 4 / 2, all = kept["1"].products - kept["none"].products;
         CHECK(5 * (kept["nested"].products - kept["none"].products) == blocks_again * all);
     });
     for (const char* checkpoint : {"6", "ffn:6", "blocks:6"}) {
         context.checkpoint = checkpointing_from(checkpoint);
         Options o;
         o.mode = {"eager"};
-        CHECK_THROWS_WITH_AS(modes_of(o, {config}, {FP32}),
-                             doctest::Contains((std::string("--checkpoint: got ") + checkpoint).c_str()), Failure);
+        CHECK_THROWS_WITH_AS(
+            modes_of(o, {config}, {FP32}),
+            doctest::Contains((std::string("--checkpoint: got ") + checkpoint).c_str()), Failure);
     }
-    for (const char* none : {"0", "ffn:0", "blocks:0"}) { CHECK_THROWS_AS(checkpointing_from(none), Failure); }
+    for (const char* none : {"0", "ffn:0", "blocks:0"}) {
+        CHECK_THROWS_AS(checkpointing_from(none), Failure);
+    }
     context.checkpoint = checkpointing_from("nested");
     Options o;
     o.mode = {"eager"};
@@ -437,16 +471,19 @@ TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, On
     deep.num_layers = MOST_NESTED;
     modes_of(o, {deep}, {FP32});
     deep.num_layers++;
-    CHECK_THROWS_WITH_AS(modes_of(o, {deep}, {FP32}),
-                         doctest::Contains("--checkpoint nested: takes at most 1000 blocks, got 1001"), Failure);
+    CHECK_THROWS_WITH_AS(
+        modes_of(o, {deep}, {FP32}),
+        doctest::Contains("--checkpoint nested: takes at most 1000 blocks, got 1001"), Failure);
 }
 // Two backwards add up, with a loss scale; N = 66 rows.
 TEST_CASE_TEMPLATE("model: head and loss in chunks give what whole logits give", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    // 16 bits: the gradient of the logits is rounded without the loss scale, and the head's once, after all chunks.
-    // fp32: two sums of 66 rows in another order, each addition off by 2^-24 at most.
-    for (auto [precision, tolerance] :
-         {std::pair<Precision, double>{FP32, 2 * 66 * 0x1p-24}, {PREC_BF16, 2e-2}, {PREC_PURE_BF16, 2e-2}}) {
+    // 16 bits: the gradient of the logits is rounded without the loss scale, and the head's once,
+    // after all chunks. fp32: two sums of 66 rows in another order, each addition off by 2^-24 at
+    // most.
+    for (auto [precision, tolerance] : {std::pair<Precision, double>{FP32, 2 * 66 * 0x1p-24},
+                                        {PREC_BF16, 2e-2},
+                                        {PREC_PURE_BF16, 2e-2}}) {
         context.mode = FUSED, context.precision = precision;
         auto run = [&](int chunk, Tensor* loss, Tensor* seen) {
             context.head_chunk = chunk;
@@ -471,20 +508,26 @@ TEST_CASE_TEMPLATE("model: head and loss in chunks give what whole logits give",
             check_close(on_cpu(seen), on_cpu(want_seen), 1e-6);
             for (const Parameter& p : got.model.parameters) {
                 CAPTURE(p.name);
-                check_close(on_cpu(gradient_of(got.model, p)), on_cpu(gradient_of(want.model, p)), tolerance);
+                check_close(on_cpu(gradient_of(got.model, p)), on_cpu(gradient_of(want.model, p)),
+                            tolerance);
             }
         }
     }
 }
-TEST_CASE_TEMPLATE("model: the gradients of a step's parts add up to those of its batch", D, OnCPU, OnCUDA) {
+TEST_CASE_TEMPLATE("model: the gradients of a step's parts add up to those of its batch", D, OnCPU,
+                   OnCUDA) {
     if (!begin<D>()) { return; }
     const int B = 6, T = 32, PARTS = 3;
     for (Mode mode : {EAGER, FUSED}) {
         context.mode = mode;
         Batch batch = random_batch(B, T, odd.vocab_size, 5);
-        auto part = [&](const Tensor& all, int k) { return view(all, k * B / PARTS * T, {B / PARTS, T}); };
+        auto part = [&](const Tensor& all, int k) {
+            return view(all, k * B / PARTS * T, {B / PARTS, T});
+        };
         std::vector<Batch> parts;
-        for (int k = 0; k < PARTS; k++) { parts.push_back({part(batch.tokens, k), part(batch.targets, k)}); }
+        for (int k = 0; k < PARTS; k++) {
+            parts.push_back({part(batch.tokens, k), part(batch.targets, k)});
+        }
         Trainer whole, cut;
         whole.model = random_model(odd, 3), cut.model = random_model(odd, 3);
         make_gradients(cut.model);
@@ -492,7 +535,8 @@ TEST_CASE_TEMPLATE("model: the gradients of a step's parts add up to those of it
         CHECK(cut.loss == doctest::Approx(whole.loss).epsilon(1e-5));
         for (const Parameter& p : cut.model.parameters) {
             CAPTURE(p.name);
-            check_close(on_cpu(gradient_of(cut.model, p)), on_cpu(gradient_of(whole.model, p)), 1e-5);
+            check_close(on_cpu(gradient_of(cut.model, p)), on_cpu(gradient_of(whole.model, p)),
+                        1e-5);
         }
     }
 }
@@ -505,7 +549,8 @@ TEST_CASE("model: with a head chunk the logits never exist as a whole") {
     size_t whole = predicted_peak(c, B, T, FORWARD_BACKWARD);
     context.head_chunk = 32;
     size_t chunked = predicted_peak(c, B, T, FORWARD_BACKWARD);
-    // A chunk's logits, and the head's gradient in fp32 and in bf16, in place of all logits and the latter.
+    // A chunk's logits, and the head's gradient in fp32 and in bf16, in place of all logits and the
+    // latter.
     CHECK(whole > 2ull * B * T * c.vocab_size);
     CHECK(chunked < 1ull * B * T * c.vocab_size);
 }
@@ -519,21 +564,27 @@ TEST_CASE_TEMPLATE("model: gradient_norm", D, OnCPU, OnCUDA) {
     copy(view(s.model.gradients, 5, {1}), to_device(from_floats({INFINITY}, {1}), D::device));
     CHECK(!std::isfinite(gradient_norm(s.model)));
 }
-TEST_CASE_TEMPLATE("model: one weight that is not finite shows in the loss and the gradients, in every mode", D, OnCPU,
-                   OnCUDA) {
+TEST_CASE_TEMPLATE(
+    "model: one weight that is not finite shows in the loss and the gradients, in every mode", D,
+    OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     Setup s = make_setup({"", 32, 40, 2, 2, 40}, 2, 70);
     int token = (int)to_doubles(s.tokens)[0];
     for (Mode mode : {EAGER, FUSED, FLASH}) {
         for (Precision precision : {FP32, TF32, PREC_BF16, PREC_FP16}) {
-            if (mode == FLASH && !fastest_flash(D::device, matmul_dtype(precision), 16)) { continue; }
+            if (mode == FLASH && !fastest_flash(D::device, matmul_dtype(precision), 16)) {
+                continue;
+            }
             context.mode = mode, context.precision = precision;
             CHECK(std::isfinite(to_doubles(run_once(s).loss)[0] + gradient_norm(s.model)));
             for (const Parameter& p : s.model.parameters) {
                 for (float value : {NAN, INFINITY}) {
                     CAPTURE(setting_now() + " " + p.name + strprintf(" %f", value));
-                    bool embedding = p.name == "token_embeddings.weight";  // of its rows not all are looked up
-                    Tensor place = view(p.weight, (embedding ? token + 1 : p.shape[0]) * p.weight.stride[0] - 1, {1});
+                    // of its rows not all are looked up
+                    bool embedding = p.name == "token_embeddings.weight";
+                    Tensor place =
+                        view(p.weight,
+                             (embedding ? token + 1 : p.shape[0]) * p.weight.stride[0] - 1, {1});
                     Tensor before = from_floats(to_floats(place), {1});
                     copy(place, from_floats({value}, {1}));
                     CHECK(!std::isfinite(to_doubles(run_once(s).loss)[0]));
@@ -545,7 +596,7 @@ TEST_CASE_TEMPLATE("model: one weight that is not finite shows in the loss and t
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Promises
 
 TEST_CASE_TEMPLATE("model: two runs from one seed are bit-equal", D, OnCPU, OnCUDA) {
@@ -563,7 +614,8 @@ TEST_CASE_TEMPLATE("model: two runs from one seed are bit-equal", D, OnCPU, OnCU
                 }
                 w = to_floats(s.model.weights);
             }
-            CHECK(memcmp(weights[0].data(), weights[1].data(), weights[0].size() * sizeof(float)) == 0);
+            CHECK(memcmp(weights[0].data(), weights[1].data(), weights[0].size() * sizeof(float)) ==
+                  0);
         }
     }
 }
@@ -599,7 +651,8 @@ TEST_CASE_TEMPLATE("model: META predicts the peak", D, OnCPU, OnCUDA) {
     for (auto [mode, head_chunk] : {std::pair<Mode, int>{EAGER, 0}, {FUSED, 0}, {FUSED, 9}}) {
         for (Precision precision : {FP32, TF32, PREC_BF16, PREC_PURE_BF16}) {
             context.mode = mode, context.precision = precision, context.head_chunk = head_chunk;
-            gemm(zeros({1, 1}, F32), zeros({1, 1}, F32), false, zeros({1, 1}, F32), false);  // cuBLAS's workspace
+            // cuBLAS's workspace
+            gemm(zeros({1, 1}, F32), zeros({1, 1}, F32), false, zeros({1, 1}, F32), false);
             auto run = [] {
                 Model model = make_model(odd);
                 init_weights(model, 1);
@@ -634,13 +687,15 @@ TEST_CASE("model: the arena is in backward order, and gradients are ready in tha
         context.checkpoint = checkpointing_from(checkpoint);
         ready.clear();
         run_once(s);
-        CHECK(ready.size() == 1 + 1 + 2 * 6 + 1);  // lm_head, ln_final, (w2 w13 ln2 o qkv ln1) per layer, embedding
+        // lm_head, ln_final, (w2 w13 ln2 o qkv ln1) per layer, embedding
+        CHECK(ready.size() == 1 + 1 + 2 * 6 + 1);
         CHECK(std::is_sorted(ready.begin(), ready.end()));
     }
 }
 TEST_CASE("model: configurations that make no model") {
     CHECK_THROWS_WITH_AS(check_config({"", 10, 4, 1, 3, 5}),
-                         doctest::Contains("--d_model 10 is not divisible by --num_heads 3"), Failure);
+                         doctest::Contains("--d_model 10 is not divisible by --num_heads 3"),
+                         Failure);
     CHECK_THROWS_AS(check_config({"", 9, 4, 1, 3, 5}), Failure);  // head size 3
 }
 TEST_CASE("model: the sizes' parameters, and what 10B takes") {
@@ -661,10 +716,11 @@ TEST_CASE("model: the sizes' parameters, and what 10B takes") {
     CHECK(make_model(model_sizes[5]).parameters.size() == 291);
     // Weights, gradients and AdamW's two moments; one short sequence adds little.
     const double gib = 1 << 30;
-    CHECK(predicted_peak(model_sizes[6], 1, 16, STEP) / gib == doctest::Approx(191.2).epsilon(2e-3));
+    CHECK(predicted_peak(model_sizes[6], 1, 16, STEP) / gib ==
+          doctest::Approx(191.2).epsilon(2e-3));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // `train`, and your own weights
 
 using Words = std::vector<std::string>;
@@ -676,8 +732,8 @@ static Run train(const Words& more) {
 }
 TEST_CASE_TEMPLATE("train: learns", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    Run r = run_cs336({"train", "--data", "LICENSE", "--device", name_of(D::device), "--quick", "--steps", "100",
-                       "--sample", "0", "--format", "csv"});
+    Run r = run_cs336({"train", "--data", "LICENSE", "--device", name_of(D::device), "--quick",
+                       "--steps", "100", "--sample", "0", "--format", "csv"});
     REQUIRE_MESSAGE(r.exit_code == 0, r.err);
     double before = 0, after = 0;
     size_t last = r.out.rfind('\n', r.out.size() - 2) + 1;
@@ -706,15 +762,19 @@ TEST_CASE_TEMPLATE("train: what is not finite ends the run and is named", D, OnC
         CHECK(has(r.out, "gradient norm"));
         CHECK(!has(r.out, "held-out loss after"));
     };
-    // 1e18: scores overflow, but no square in RMSNorm, whose result would then be 0, and the loss finite.
+    // 1e18: scores overflow, but no square in RMSNorm, whose result would then be 0, and the loss
+    // finite.
     for (const char* precision : {"fp32", "bf16", "fp16"}) {
-        ends({"--lr", "1e18", "--mode", "fused", "--precision", precision, "--steps", "9"}, "the loss is not finite");
+        ends({"--lr", "1e18", "--mode", "fused", "--precision", precision, "--steps", "9"},
+             "the loss is not finite");
     }
     // No later step sees this one.
-    ends({"--lr", "1e18", "--mode", "fused", "--steps", "1"}, "after step 1 the held-out loss is not finite");
+    ends({"--lr", "1e18", "--mode", "fused", "--steps", "1"},
+         "after step 1 the held-out loss is not finite");
 }
-TEST_CASE_TEMPLATE("train: gradients that are not finite end it; in fp16 only when no loss scale helps", D, OnCPU,
-                   OnCUDA) {
+TEST_CASE_TEMPLATE(
+    "train: gradients that are not finite end it; in fp16 only when no loss scale helps", D, OnCPU,
+    OnCUDA) {
     if (!begin<D>()) { return; }
     const Options o = training_options();
     for (Precision precision : {FP32, PREC_FP16}) {
@@ -725,19 +785,23 @@ TEST_CASE_TEMPLATE("train: gradients that are not finite end it; in fp16 only wh
             t.model = random_model(of_bytes, 0);
             t.max_norm = 1;
             t.scaler.scale = scale;
-            // The residual stream is 0, so no weight of a norm can change the logits, but ln_final's is a factor of
-            // gradients.
+            // The residual stream is 0, so no weight of a norm can change the logits, but
+            // ln_final's is a factor of gradients.
             fill_zero(t.model.embedding);
             copy(view(t.model.ln_final, 0, {1}), from_floats({huge}, {1}));
             scale_in_place(t.model.lm_head, 1000);
             Table rows{"", {"step", "loss", "gradient norm", "ms", "tokens/s"}};
             std::string why;
-            const std::string text =
-                printed([&] { why = failure_of([&] { take_steps(t, text_of(read_file("LICENSE")), o, rows); }); });
+            const std::string text = printed([&] {
+                why = failure_of([&] { take_steps(t, text_of(read_file("LICENSE")), o, rows); });
+            });
             return why + text + (rows.rows.empty() ? "" : rows.rows[0][2]);
         };
-        CHECK_MESSAGE(has(end(3e38f, LEAST_SCALE), "1: step 1: the gradients' norm is not finite"), end(3e38f, 1));
-        if (precision == PREC_FP16) { CHECK(end(1, 0x1p100f) == "nothing thrownoverflow, step skipped"); }
+        CHECK_MESSAGE(has(end(3e38f, LEAST_SCALE), "1: step 1: the gradients' norm is not finite"),
+                      end(3e38f, 1));
+        if (precision == PREC_FP16) {
+            CHECK(end(1, 0x1p100f) == "nothing thrownoverflow, step skipped");
+        }
     }
 }
 TEST_CASE("train: rows have tokens per second, and gradients are clipped to 1") {
@@ -802,25 +866,28 @@ TEST_CASE("train: texts that are too short, too long, or no files") {
     Folder folder;
     const std::string path = folder / "text";
     write_file(path, std::string(89, 'a'));
-    CHECK(failure_of([&] { read_text(path, 8); }) == "1: " + path +
-                                                         ": 89 bytes are too few: a tenth has to be longer "
-                                                         "than a context of 8");
+    CHECK(failure_of([&] { read_text(path, 8); }) ==
+          "1: " + path + ": 89 bytes are too few: a tenth has to be longer than a context of 8");
     write_file(path, std::string(90, 'a'));
     CHECK(read_text(path, 8).bytes.size() == 90);
     CHECK(read_text(path, 8).train == 81);
     CHECK(has(failure_of([&] { read_text(folder / "none", 8); }), "cannot be read: No such file"));
 }
 
-TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files", D, OnCPU, OnCUDA) {
+TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files", D, OnCPU,
+                   OnCUDA) {
     if (!begin<D>()) { return; }
     Folder folder;
     std::string out = folder / "out", dir = "tests/fixtures/";
-    Words good = {"model", "--weights", dir + "model_weights.safetensors", "--batch", dir + "model_batch.safetensors"};
-    good.insert(good.end(), {"--num_heads", "2", "--steps", "3", "--lr", "0.01", "--device", name_of(D::device)});
+    Words good = {"model", "--weights", dir + "model_weights.safetensors", "--batch",
+                  dir + "model_batch.safetensors"};
+    good.insert(good.end(), {"--num_heads", "2", "--steps", "3", "--lr", "0.01", "--device",
+                             name_of(D::device)});
     good.insert(good.end(), {"--out", out});
     Run r = run_cs336(good);
     REQUIRE_MESSAGE(r.exit_code == 0, r.err);
-    SafeTensors got = load_safetensors(out), want = load_safetensors(dir + "model_expected.safetensors");
+    SafeTensors got = load_safetensors(out),
+                want = load_safetensors(dir + "model_expected.safetensors");
     CHECK(got.tensors.size() == want.tensors.size());
     for (const auto& t : want.tensors) {
         FileTensor g = require_tensor(got, t.first, t.second.shape, {"F32"});
@@ -848,7 +915,8 @@ TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files
     for (int token : {-1, 31}) {  // the vocabulary is 31
         int tokens[2] = {0, token}, targets[2] = {1, 2};
         std::string batch = folder / "batch";
-        save_safetensors(batch, {{"tokens", {"I32", {1, 2}, tokens, 8}}, {"targets", {"I32", {1, 2}, targets, 8}}});
+        save_safetensors(batch, {{"tokens", {"I32", {1, 2}, tokens, 8}},
+                                 {"targets", {"I32", {1, 2}, targets, 8}}});
         refused(4, batch, "tokens: element 1 is not a token of a vocabulary of 31");
     }
     refused(2, "no/such/file", "no/such/file");
@@ -866,7 +934,9 @@ TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files
     for (const char* width : {"d_model", "d_ff"}) {  // a file in order, except for its width of 0
         auto tensors = weights.tensors;
         for (auto& [name, t] : tensors) {
-            for (int64_t& n : t.shape) { n = n == (width == std::string("d_ff") ? 24 : 16) ? 0 : n; }
+            for (int64_t& n : t.shape) {
+                n = n == (width == std::string("d_ff") ? 24 : 16) ? 0 : n;
+            }
             t.bytes = count(t.shape) * 4;
         }
         save_safetensors(bad, {tensors.begin(), tensors.end()});
@@ -874,24 +944,29 @@ TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files
     }
 }
 
-TEST_CASE_TEMPLATE("model command: fp16 halves its loss scale until gradients are finite, and each step moves", D,
-                   OnCPU, OnCUDA) {
+TEST_CASE_TEMPLATE(
+    "model command: fp16 halves its loss scale until gradients are finite, and each step moves", D,
+    OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     Folder folder;
-    const std::string small = folder / "small", weights = "tests/fixtures/model_weights.safetensors";
+    const std::string small = folder / "small",
+                      weights = "tests/fixtures/model_weights.safetensors";
     int tokens[1] = {3}, targets[1] = {5};  // [1,1]: 13 tensors overflow at 65536
-    save_safetensors(small, {{"tokens", {"I32", {1, 1}, tokens, 4}}, {"targets", {"I32", {1, 1}, targets, 4}}});
-    for (const std::string& batch : {small, std::string("tests/fixtures/model_batch.safetensors")}) {
+    save_safetensors(small, {{"tokens", {"I32", {1, 1}, tokens, 4}},
+                             {"targets", {"I32", {1, 1}, targets, 4}}});
+    for (const std::string& batch :
+         {small, std::string("tests/fixtures/model_batch.safetensors")}) {
         for (const char* mode : {"eager", "fused"}) {
             auto run = [&](const char* precision) {
                 const std::string out = folder / precision;
-                Run r = run_cs336({"model", "--weights", weights, "--batch", batch, "--num_heads", "2", "--precision",
-                                   precision, "--mode", mode, "--steps", "1", "--out", out, "--device",
-                                   name_of(D::device)});
+                Run r = run_cs336({"model", "--weights", weights, "--batch", batch, "--num_heads",
+                                   "2", "--precision", precision, "--mode", mode, "--steps", "1",
+                                   "--out", out, "--device", name_of(D::device)});
                 REQUIRE_MESSAGE(r.exit_code == 0, r.err);
                 return load_safetensors(out);
             };
-            const SafeTensors half = run("fp16"), full = run("fp32"), before = load_safetensors(weights);
+            const SafeTensors half = run("fp16"), full = run("fp32"),
+                              before = load_safetensors(weights);
             double all = 0;
             for (const auto& [name, t] : full.tensors) {
                 if (has(name, "grad.")) { all = std::max(all, largest(floats_of(full, name))); }
@@ -905,18 +980,22 @@ TEST_CASE_TEMPLATE("model command: fp16 halves its loss scale until gradients ar
                     continue;
                 }
                 Differences
-                    d;  // bf16's is 0.21 for this fixture at most (see check_pure_bf16), and fp16 has 3 bits more
+                    // bf16's is 0.21 for this fixture at most (see check_pure_bf16), and fp16 has 3
+                    // bits more
+                        d;
                 d.add(floats_of(half, name), want);
                 CHECK(d.relative() < 0.21 / 8);
             }
-            const Tensor moved = floats_of(half, "param.lm_head.weight"), from = floats_of(before, "lm_head.weight");
+            const Tensor moved = floats_of(half, "param.lm_head.weight"),
+                         from = floats_of(before, "lm_head.weight");
             CHECK(compare(moved, from, 0, 5e-4).wrong > 0);  // lr is 1e-3
         }
     }
 }
 TEST_CASE("model command: a loss scale below fp16's least number ends it") {
     CHECK(failure_of([] { require_scale({0x1p-14f}); }) == "nothing thrown");
-    CHECK(failure_of([] { require_scale({0x1p-15f}); }) == "1: fp16: the gradients are not finite at any loss scale");
+    CHECK(failure_of([] { require_scale({0x1p-15f}); }) ==
+          "1: fp16: the gradients are not finite at any loss scale");
 }
 TEST_CASE("model command: tensors of a file may lie at odd addresses") {
     begin_on(CPU);
@@ -950,10 +1029,12 @@ TEST_CASE("model: init_weight's deviations") {
         for (double x : to_doubles(t)) { squares += x * x; }
         return std::sqrt(squares / t.size());
     };
-    for (const auto& [t, std] : {std::pair<Tensor, double>{model.layers[0].w1, std::sqrt(2.0 / (64 + 256))},
-                                 {model.lm_head, std::sqrt(2.0 / (64 + 500))},
-                                 {model.embedding, 1.0}}) {
-        CHECK(deviation_of(t) == doctest::Approx(std).epsilon(4 / std::sqrt(2.0 * t.size())));  // 4 standard errors
+    for (const auto& [t, std] :
+         {std::pair<Tensor, double>{model.layers[0].w1, std::sqrt(2.0 / (64 + 256))},
+          {model.lm_head, std::sqrt(2.0 / (64 + 500))},
+          {model.embedding, 1.0}}) {
+        // 4 standard errors
+        CHECK(deviation_of(t) == doctest::Approx(std).epsilon(4 / std::sqrt(2.0 * t.size())));
     }
 }
 TEST_CASE("model: run_if_fits takes off what is held already") {
@@ -967,28 +1048,36 @@ TEST_CASE("model: run_if_fits takes off what is held already") {
 }
 
 static Run run_small(const char* command, Words words) {
-    const Words model = {command,        "--device", "cpu",         "--d_model", "16",           "--d_ff", "16",
-                         "--num_layers", "1",        "--num_heads", "1",         "--vocab_size", "16"};
+    const Words model = {command, "--device",     "cpu", "--d_model",   "16", "--d_ff",
+                         "16",    "--num_layers", "1",   "--num_heads", "1",  "--vocab_size",
+                         "16"};
     words.insert(words.begin(), model.begin(), model.end());
     return run_cs336(words);
 }
 TEST_CASE("benchmark: benchmarking_script's tables have the columns of the write-ups") {
     Run r = run_small("benchmarking_script", {"--format", "csv", "--precision", "bf16,fp32"});
     REQUIRE_MESSAGE(r.exit_code == 0, r.err);
-    CHECK(
-        has(r.out,
-            "\nsize,d_model,d_ff,num_layers,num_heads,fw_mean_ms,fw_std_ms,bw_only_mean_ms,bw_only_std_ms,fwbw_mean_ms,"
-            "fwbw_std_ms\ncustom,16,16,1,1,"));
-    CHECK(has(r.out, "\nsize,precision,mode,opt_mean_ms,opt_std_ms,step_mean_ms,step_std_ms,peak step MiB\n"));
+    CHECK(has(r.out,
+              "\nsize,d_model,d_ff,num_layers,num_heads,fw_mean_ms,fw_std_ms,bw_only_mean_ms,bw_"
+              "only_std_ms,fwbw_mean_ms,"
+              "fwbw_std_ms\ncustom,16,16,1,1,"));
+    CHECK(has(
+        r.out,
+        "\nsize,precision,mode,opt_mean_ms,opt_std_ms,step_mean_ms,step_std_ms,peak step MiB\n"));
     CHECK(has(r.out, "\n,model,mean,std\n0,\"custom (forward, backward)\","));
     CHECK(has(r.out, "\n1,custom (forward only),"));
-    CHECK(has(r.out, "in seconds; precision bf16, mode eager; batch 1, context length: 32, vocabulary 16, warmup 2"));
+    CHECK(has(r.out,
+              "in seconds; precision bf16, mode eager; batch 1, context length: 32, vocabulary 16, "
+              "warmup 2"));
     for (const char* row : {"bf16,eager", "bf16,fused", "fp32,eager", "fp32,fused"}) {
         CHECK_MESSAGE(has(r.out, std::string("\ncustom,") + row), row, " in: ", r.out);
     }
-    CHECK(has(r.out, "precision fp32, mode eager; batch 1, context length: 32, vocabulary 16, warmup 2, steps 2\n"));
+    CHECK(has(r.out,
+              "precision fp32, mode eager; batch 1, context length: 32, vocabulary 16, warmup 2, "
+              "steps 2\n"));
 }
-TEST_CASE("benchmark: (c) has a row for each size and number of warm-up steps, unless one is typed") {
+TEST_CASE(
+    "benchmark: (c) has a row for each size and number of warm-up steps, unless one is typed") {
     auto warmups = [&](const Words& more) {
         Words words = {"--format", "csv", "--precision", "bf16,fp32"};
         words.insert(words.end(), more.begin(), more.end());
@@ -1014,7 +1103,8 @@ TEST_CASE("benchmark: (c) counts a run's steps from an earlier one on") {
 }
 TEST_CASE("benchmark: what does not fit is a row; exit 1 if no row ran") {
     for (const char* command : {"benchmarking_script", "benchmarking_mixed_precision"}) {
-        Run r = run_small(command, {"--batch_size", "4096", "--context_length", "65536", "--mode", "fused"});
+        Run r = run_small(command,
+                          {"--batch_size", "4096", "--context_length", "65536", "--mode", "fused"});
         CHECK(r.exit_code == 1);
         CHECK(has(r.out, "OOM ("));
         CHECK(has(r.err, "nothing fits into the memory"));
@@ -1024,20 +1114,20 @@ TEST_CASE("benchmark: what does not fit is a row; exit 1 if no row ran") {
 TEST_CASE("benchmark: torch_compile and benchmarking_mixed_precision print all parts") {
     Run compile = run_small("torch_compile", {});
     REQUIRE_MESSAGE(compile.exit_code == 0, compile.err);
-    for (const char* says : {"torch_compile (a)", "| size   | run_type  ", "| custom | forward+backward+optimizer |",
-                             "**(b)** Beside vanilla, compiled forward is ", ". Its forward+backward+optimizer is "}) {
+    for (const char* says :
+         {"torch_compile (a)", "| size   | run_type  ", "| custom | forward+backward+optimizer |",
+          "**(b)** Beside vanilla, compiled forward is ", ". Its forward+backward+optimizer is "}) {
         CHECK_MESSAGE(has(compile.out, says), says, " in: ", compile.out);
     }
     Run mixed = run_small("benchmarking_mixed_precision", {});
     REQUIRE_MESSAGE(mixed.exit_code == 0, mixed.err);
     for (const char* says :
          {"under autocast to fp16", "| to bf16 ",
-          "**(a)** Under autocast to fp16: model parameters within the autocast context float32, output of the "
-          "first "
-          "feed-forward layer float16, output of the layer norm float32, predicted logits float16, loss float32 and "
-          "gradients float32.",
-          "its output is float32 under float16 and float32 under bfloat16", "(c); mode eager; ", "(c); mode fused; ",
-          "| fp32 (ms) | bf16 (ms) |", "**(c)** Beside fp32, bf16 forward is ",
+          "**(a)** Under autocast to fp16: model parameters within the autocast context float32, "
+          "output of the first feed-forward layer float16, output of the layer norm float32, "
+          "predicted logits float16, loss float32 and gradients float32.",
+          "its output is float32 under float16 and float32 under bfloat16", "(c); mode eager; ",
+          "(c); mode fused; ", "| fp32 (ms) | bf16 (ms) |", "**(c)** Beside fp32, bf16 forward is ",
           "**(c)** In mode fused under bf16 the matrices' gradients are in 16 bits",
           "**(c)** On a CPU low precision saves no arithmetic: tf32 is fp32"}) {
         CHECK_MESSAGE(has(mixed.out, says), says, " in: ", mixed.out);
@@ -1061,12 +1151,14 @@ static Options small_run() {
     return o;
 }
 TEST_CASE("benchmark: each context length has its tables") {
-    Run r = run_small("benchmarking_script", {"--context_length", "4,8", "--warmup", "0,1", "--mode", "fused"});
+    Run r = run_small("benchmarking_script",
+                      {"--context_length", "4,8", "--warmup", "0,1", "--mode", "fused"});
     REQUIRE_MESSAGE(r.exit_code == 0, r.err);
     CHECK(has(r.out, "context length: 4,"));
     CHECK(has(r.out, "context length: 8,"));
     CHECK(r.out.find("(c); ") == r.out.rfind("(c); "));  // the second length began warm
-    Run oom = run_small("benchmarking_mixed_precision", {"--context_length", "4,1048576", "--mode", "fused"});
+    Run oom = run_small("benchmarking_mixed_precision",
+                        {"--context_length", "4,1048576", "--mode", "fused"});
     CHECK(oom.exit_code == 0);
     CHECK(has(oom.out, "OOM ("));
 }
@@ -1089,23 +1181,27 @@ TEST_CASE("benchmark: whole steps show the peak that was seen, and the optimizer
     }
 }
 // One checkpoint more holds one input more, one block more in a checkpoint that block's residuals.
-TEST_CASE("gradient_checkpointing (a): a peak is the inputs held and the residuals of one checkpoint") {
+TEST_CASE(
+    "gradient_checkpointing (a): a peak is the inputs held and the residuals of one checkpoint") {
     begin_on(CPU);
     context.mode = EAGER;
     auto peak = [](int N, const char* checkpoint) {
         context.checkpoint = checkpointing_from(checkpoint);
         return (double)peak_beside_gradients({"tiny", 64, 256, N, 4, 100}, 2, 64);
     };
-    const double input = 2 * 64 * 64 * 4, single = peak(16, "1"), block = (peak(16, "none") - peak(9, "none")) / 7;
+    const double input = 2 * 64 * 64 * 4, single = peak(16, "1"),
+                 block = (peak(16, "none") - peak(9, "none")) / 7;
     CHECK(single - peak(9, "1") == doctest::Approx(7 * input).epsilon(0.01));
     CHECK(single - peak(16, "nested") == doctest::Approx(14 * input).epsilon(0.01));
     CHECK(peak(16, "4") - single == doctest::Approx(3 * block - 12 * input).epsilon(0.02));
 }
-TEST_CASE_TEMPLATE("gradient_checkpointing (b): what is predicted is what happens", D, OnCPU, OnCUDA) {
+TEST_CASE_TEMPLATE("gradient_checkpointing (b): what is predicted is what happens", D, OnCPU,
+                   OnCUDA) {
     if (!begin<D>()) { return; }
     for (Mode mode : {EAGER, FUSED}) {
         context.mode = mode;
-        const std::vector<CheckpointRun> runs = run_checkpoints({"custom", 48, 96, 5, 3, 50}, small_run());
+        const std::vector<CheckpointRun> runs =
+            run_checkpoints({"custom", 48, 96, 5, 3, 50}, small_run());
         REQUIRE(runs.size() == 4);  // 1, 2, 4, none; no 8 of 5 blocks
         for (const CheckpointRun& r : runs) {
             CAPTURE(name_of(r.checkpoint));
@@ -1129,30 +1225,35 @@ TEST_CASE("gradient_checkpointing (b): peaks of the handout's size; what does no
         context.checkpoint = checkpointing_from(checkpoint);
         CHECK(std::abs(predicted_peak(xl, 4, 2048, STEP) / 1048576.0 - mib) < 0.06);
     }
-    for (const CheckpointRun& r : run_checkpoints({"custom", 16384, 65536, 64, 128, 100}, small_run())) {
+    for (const CheckpointRun& r :
+         run_checkpoints({"custom", 16384, 65536, 64, 128, 100}, small_run())) {
         CHECK(!r.step.ran());
     }
 }
 TEST_CASE("gradient_checkpointing: a small model without a GPU; exit 1 if no row ran") {
-    Run quick = run_cs336({"gradient_checkpointing", "--device", "cpu", "--steps", "1", "--warmup", "0"});
+    Run quick =
+        run_cs336({"gradient_checkpointing", "--device", "cpu", "--steps", "1", "--warmup", "0"});
     REQUIRE_MESSAGE(quick.exit_code == 0, quick.err);
-    for (const char* says :
-         {"custom, N = 8 blocks, precision fp32, mode eager; ", "; batch 1, context length: 256, vocabulary 100, ",
-          "| nested ", "**(a)** Beside weights and gradients linear nesting holds least: ",
-          "peaks at 13.7 MiB: nesting saves nothing against 13.7 MiB.",
-          "runs N (N - 1) / 2 = 28 blocks again, O(N^2) compute.", "        x = checkpoint(run, blocks[:-1], x)",
-          "**(b)** In custom a step's peak is least with 1 block per checkpoint: 13.7 MiB. Else it is 17.4 with 2 "
-          "blocks, 24.8 with 4 blocks, 39.6 with 8 blocks and 39.6 with no checkpoints."}) {
+    for (const char* says : {"custom, N = 8 blocks, precision fp32, mode eager; ",
+                             "; batch 1, context length: 256, vocabulary 100, ", "| nested ",
+                             "**(a)** Beside weights and gradients linear nesting holds least: ",
+                             "peaks at 13.7 MiB: nesting saves nothing against 13.7 MiB.",
+                             "runs N (N - 1) / 2 = 28 blocks again, O(N^2) compute.",
+                             "        x = checkpoint(run, blocks[:-1], x)",
+                             "**(b)** In custom a step's peak is least with 1 block per "
+                             "checkpoint: 13.7 MiB. Else it is 17.4 with 2 blocks, 24.8 with 4 "
+                             "blocks, 39.6 with 8 blocks and 39.6 with no checkpoints."}) {
         CHECK_MESSAGE(has(quick.out, says), says, " in: ", quick.out);
     }
-    Run large = run_cs336({"gradient_checkpointing", "--device", "cpu", "--d_model", "16384", "--d_ff", "65536",
-                           "--num_layers", "64", "--num_heads", "128"});
+    Run large = run_cs336({"gradient_checkpointing", "--device", "cpu", "--d_model", "16384",
+                           "--d_ff", "65536", "--num_layers", "64", "--num_heads", "128"});
     CHECK(large.exit_code == 1);
     CHECK(has(large.out, " | OOM ("));
     CHECK(has(large.err, "nothing fits"));
 }
-// ---------------------------------------------------------------------------------------------------------------------
-// Answers: numbers in, sentences out. The times were measured on an H200 where nothing else is said.
+// -------------------------------------------------------------------------------------------------
+// Answers: numbers in, sentences out. The times were measured on an H200 where nothing else is
+// said.
 
 static PassRun took(double mean, double std, int n = 10) {
     PassRun run;
@@ -1164,72 +1265,89 @@ static PassRun no_room() {
     run.predicted = 1;
     return run;
 }
-static StepRun step_run(const char* size, Precision precision, Mode mode, PassRun forward, PassRun backward,
-                        PassRun both, PassRun step = {}, PassRun optimizer = {}) {
+static StepRun step_run(const char* size, Precision precision, Mode mode, PassRun forward,
+                        PassRun backward, PassRun both, PassRun step = {}, PassRun optimizer = {}) {
     return {{size, 64, 64, 1, 1, 64}, precision, mode, {forward, both, step, backward, optimizer}};
 }
 static void check_says(const std::string& text, const std::vector<std::string>& phrases) {
-    for (const std::string& phrase : phrases) { CHECK_MESSAGE(has(text, phrase), phrase, " in: ", text); }
-    for (const char* dirt : {"nan", "inf ", "  ", "()", " ."}) { CHECK_MESSAGE(!has(text, dirt), dirt, " in: ", text); }
+    for (const std::string& phrase : phrases) {
+        CHECK_MESSAGE(has(text, phrase), phrase, " in: ", text);
+    }
+    for (const char* dirt : {"nan", "inf ", "  ", "()", " ."}) {
+        CHECK_MESSAGE(!has(text, dirt), dirt, " in: ", text);
+    }
 }
 
 TEST_CASE("answers step: benchmarking_script (b)") {
-    auto times = [](const std::vector<StepRun>& runs) { return printed([&] { answer_step_times(runs); }); };
-    std::vector<StepRun> runs = {step_run("small", FP32, FLASH, took(6.72, 0.01), took(13.51, 0.01), took(20.33, 0.01),
-                                          took(21.25, 0.04), took(0.92, 0.01)),
-                                 step_run("2.7B", FP32, FLASH, took(145.16, 1.55), took(299.56, 0.03),
-                                          took(443.72, 0.04), took(466.31, 0.04), took(22.59, 0.1))};
-    check_says(times(runs), {"**(b)** In fp32, mode flash, the largest that ran takes 145.16 ms for forward of 2.7B, "
-                             "299.56 ms for backward of 2.7B and 22.59 ms for optimizer step of 2.7B.\n",
-                             "The standard deviation is small: at most 1.1 % of the mean (optimizer step of small)."});
+    auto times = [](const std::vector<StepRun>& runs) {
+        return printed([&] { answer_step_times(runs); });
+    };
+    std::vector<StepRun> runs = {step_run("small", FP32, FLASH, took(6.72, 0.01), took(13.51, 0.01),
+                                          took(20.33, 0.01), took(21.25, 0.04), took(0.92, 0.01)),
+                                 step_run("2.7B", FP32, FLASH, took(145.16, 1.55),
+                                          took(299.56, 0.03), took(443.72, 0.04),
+                                          took(466.31, 0.04), took(22.59, 0.1))};
+    check_says(
+        times(runs),
+        {"**(b)** In fp32, mode flash, the largest that ran takes 145.16 ms for forward of 2.7B, "
+         "299.56 ms for backward of 2.7B and 22.59 ms for optimizer step of 2.7B.\n",
+         "The standard deviation is small: at most 1.1 % of the mean (optimizer step of small)."});
     runs[1].pass[OPT_ONLY] = no_room();
-    check_says(times(runs), {"299.56 ms for backward of 2.7B and 0.92 ms for optimizer step of small. Out of memory: "
-                             "optimizer step of 2.7B.\n"});
+    check_says(times(runs), {"299.56 ms for backward of 2.7B and 0.92 ms for optimizer step of "
+                             "small. Out of memory: optimizer step of 2.7B.\n"});
     runs[1].pass[BW_ONLY] = no_room();
     runs[0].pass[FWBW] = took(20.33, 6.1);  // a column of the table, too
-    check_says(times(runs),
-               {"takes 145.16 ms for forward of 2.7B, 13.51 ms for backward of small and 0.92 ms for optimizer step of "
-                "small. Out of memory: backward of 2.7B. Out of memory: optimizer step of 2.7B.\n",
-                "is large: up to 30.0 % of the mean (forward+backward of small)."});
-    CHECK(!has(times({step_run("xl", FP32, EAGER, took(3, 0, 1), {}, {})}), "standard deviation"));  // of one step
+    check_says(times(runs), {"takes 145.16 ms for forward of 2.7B, 13.51 ms for backward of small "
+                             "and 0.92 ms for optimizer step of small. Out of memory: backward of "
+                             "2.7B. Out of memory: optimizer step of 2.7B.\n",
+                             "is large: up to 30.0 % of the mean (forward+backward of small)."});
+    // of one step
+    CHECK(!has(times({step_run("xl", FP32, EAGER, took(3, 0, 1), {}, {})}), "standard deviation"));
 }
 TEST_CASE("answers step: benchmarking_script (c)") {
     RestoreContext restore;
     context.device = CUDA;
-    auto said = [&](const StepRun& run) { return printed([&] { answer_warmup(run, {0, 1, 2}, 3); }); };
-    auto run = [](Mode mode, const std::vector<double>& forward, const std::vector<double>& backward = {}) {
+    auto said = [&](const StepRun& run) {
+        return printed([&] { answer_warmup(run, {0, 1, 2}, 3); });
+    };
+    auto run = [](Mode mode, const std::vector<double>& forward,
+                  const std::vector<double>& backward = {}) {
         StepRun r = step_run("small", FP32, mode, {}, {}, {});
         r.pass[FW].all = forward, r.pass[BW_ONLY].all = backward;
         return after_warmup(r, 2, 3);
     };
     const std::vector<double> level = {60, 60, 60, 60, 61};
-    check_says(
-        said(run(EAGER, {80, 26, 20, 20, 20}, {50, 40, 40, 40, 40})),
-        {"**(c)** Against 2 warm-up steps, forward of small is 2.10 times as long with 0 (step 1: 80.00 ms) and "
-         "1.10 times as long with 1 (step 2: 26.00 ms).\n",
-         "**(c)** Against 2 warm-up steps, backward of small is 1.08 times as long with 0 (step 1: 50.00 ms) and "
-         "level with 1.\n",
-         "**(c)** The first step also loads the kernels' code, creates the cuBLAS handle and grows the memory "
-         "pool, which raises mean and standard deviation.\n"});
+    check_says(said(run(EAGER, {80, 26, 20, 20, 20}, {50, 40, 40, 40, 40})),
+               {"**(c)** Against 2 warm-up steps, forward of small is 2.10 times as long with 0 "
+                "(step 1: 80.00 ms) and 1.10 times as long with 1 (step 2: 26.00 ms).\n",
+                "**(c)** Against 2 warm-up steps, backward of small is 1.08 times as long with 0 "
+                "(step 1: 50.00 ms) and level with 1.\n",
+                "**(c)** The first step also loads the kernels' code, creates the cuBLAS handle "
+                "and grows the memory pool, which raises mean and standard deviation.\n"});
     const std::string warm = said(run(EAGER, level, level));
     CHECK(has(warm, "forward of small is level with 0 and level with 1.\n"));
     CHECK(!has(warm, "The first step also"));
     // Where the second step is slow, not the first, nothing is loaded.
     const std::string second = said(run(EAGER, {20, 80, 20, 20, 20}));
-    CHECK(has(second, "2.00 times as long with 0 (step 2: 80.00 ms) and 2.00 times as long with 1 (step 2: 80.00 ms)"));
+    CHECK(has(second,
+              "2.00 times as long with 0 (step 2: 80.00 ms) and 2.00 times as long with 1 (step 2: "
+              "80.00 ms)"));
     CHECK(!has(second, "The first step also"));
     CHECK(!has(said(run(EAGER, {5, 5, 20, 20, 20})), "step 1"));  // the machine's speed has changed
     CHECK(said(run(EAGER, {})) == "");
     const FastWays before = fast_ways;
     fast_ways.graphs_take = [](const Model&) { return true; };
-    CHECK(has(said(run(FLASH, {80, 20, 20, 20, 20})), "memory pool; the second captures the CUDA graphs, which"));
+    CHECK(has(said(run(FLASH, {80, 20, 20, 20, 20})),
+              "memory pool; the second captures the CUDA graphs, which"));
     CHECK(!has(said(run(EAGER, {80, 20, 20, 20, 20})), "captures"));
     context.device = CPU;
     const std::string cpu = said(run(FLASH, level, {90, 60, 60, 60, 61}));
     CHECK(has(cpu, "The first step also touches its memory for the first time, which"));
     fast_ways = before;
 }
-TEST_CASE("answers step: settings side by side, as torch_compile (b) and benchmarking_mixed_precision (c)") {
+TEST_CASE(
+    "answers step: settings side by side, as torch_compile (b) and benchmarking_mixed_precision "
+    "(c)") {
     auto run = [](const char* size, Mode mode, PassRun forward, PassRun step) {
         return step_run(size, FP32, mode, forward, {}, {}, step);
     };
@@ -1239,19 +1357,22 @@ TEST_CASE("answers step: settings side by side, as torch_compile (b) and benchma
         compiled{"compiled",
                  {run("small", FUSED, took(7.37, 0.01), took(22.59, 0.04)),
                   run("2.7B", FUSED, took(148.73, 0.2), took(472.92, 0.4))}};
-    auto said = [&] { return printed([&] { compare_settings("", "b", {vanilla, compiled}, {FW, WHOLE_STEP}); }); };
-    CHECK(has(said(), "| small | forward                    |        10.53 |          7.37 |   1.43x |\n"));
-    check_says(
-        said().substr(said().find("**")),
-        {"**(b)** Beside vanilla, compiled forward is 1.43 times as fast for small and 1.16 times as fast for "
-         "2.7B. Its forward+backward+optimizer is 1.71 times as fast for small and 1.33 times as fast for 2.7B.\n"});
+    auto said = [&] {
+        return printed([&] { compare_settings("", "b", {vanilla, compiled}, {FW, WHOLE_STEP}); });
+    };
+    CHECK(has(said(),
+              "| small | forward                    |        10.53 |          7.37 |   1.43x |\n"));
+    check_says(said().substr(said().find("**")),
+               {"**(b)** Beside vanilla, compiled forward is 1.43 times as fast for small and 1.16 "
+                "times as fast for 2.7B. Its forward+backward+optimizer is 1.71 times as fast for "
+                "small and 1.33 times as fast for 2.7B.\n"});
     compiled.runs[0].pass[FW] = took(9.9, 1.5);  // within the noise
     compiled.runs[1].pass[FW] = took(200, 1);
     vanilla.runs[1].pass[WHOLE_STEP] = no_room();
     check_says(said().substr(said().find("**")),
-               {"forward is level within twice the standard error for small and 0.86 times as fast for 2.7B. Its "
-                "forward+backward+optimizer is 1.71 times as fast for small. Out of memory in vanilla: "
-                "forward+backward+optimizer of 2.7B.\n"});
+               {"forward is level within twice the standard error for small and 0.86 times as fast "
+                "for 2.7B. Its forward+backward+optimizer is 1.71 times as fast for small. Out of "
+                "memory in vanilla: forward+backward+optimizer of 2.7B.\n"});
     vanilla.runs[0].pass[WHOLE_STEP] = no_room();
     check_says(said().substr(said().find("**")),
                {"forward+backward+optimizer is not to be compared. Out of memory in vanilla: "
@@ -1268,27 +1389,29 @@ TEST_CASE("answers step: gradient_checkpointing") {
     }
     runs.back().step.ms = {};
     auto said = [&] { return printed([&] { answer_sizes(runs, "xl (2026)"); }); };
-    check_says(said(),
-               {"**(b)** In xl (2026) a step's peak is least with 1 block per checkpoint: 62651.0 MiB. Else it is "
-                "68753.0 with 2 blocks, 80957.0 with 4 blocks and 251750.0 (out of memory) with no checkpoints."});
+    check_says(said(), {"**(b)** In xl (2026) a step's peak is least with 1 block per checkpoint: "
+                        "62651.0 MiB. Else it is 68753.0 with 2 blocks, 80957.0 with 4 blocks and "
+                        "251750.0 (out of memory) with no checkpoints."});
     runs[1].step.peak = 62000ull << 20;
-    check_says(said(), {"least with 2 blocks per checkpoint: 62000.0 MiB. Else it is 62651.0 with 1 block, 80957.0"});
+    check_says(said(), {"least with 2 blocks per checkpoint: 62000.0 MiB. Else it is 62651.0 with "
+                        "1 block, 80957.0"});
     runs[1].step.ms = {};  // what did not fit is no answer
     check_says(said(), {"least with 1 block per checkpoint: 62651.0 MiB."});
     runs[1] = {checkpointing_from("2"), 0, runs[0].step};
-    check_says(said(), {"is least with 1 block and 2 blocks per checkpoint: 62651.0 MiB."});  // a tie has no winner
+    // a tie has no winner
+    check_says(said(), {"is least with 1 block and 2 blocks per checkpoint: 62651.0 MiB."});
     runs.back().step = took(1, 0);  // without checkpoints is no size of one
     check_says(said(), {"is least with 1 block and 2 blocks per checkpoint: 62651.0 MiB."});
 
     CheckpointRun nested{checkpointing_from("nested"), 7000ull << 20, {}};
     nested.step.predicted = runs[0].step.predicted;
     auto strategy = [&] { return printed([&] { answer_strategy(runs, nested, 32); }); };
-    check_says(
-        strategy().substr(0, strategy().find("```")),
-        {"**(a)** Beside weights and gradients linear nesting holds least: 7000.0 MiB, against 69651.0 with a "
-         "checkpoint per block and 258782.0 without. It holds two inputs and one block's residuals, O(1) memory, "
-         "and runs N (N - 1) / 2 = 496 blocks again, O(N^2) compute.",
-         "peaks at 62619.0 MiB: nesting saves nothing against 62619.0 MiB."});
+    check_says(strategy().substr(0, strategy().find("```")),
+               {"**(a)** Beside weights and gradients linear nesting holds least: 7000.0 MiB, "
+                "against 69651.0 with a checkpoint per block and 258782.0 without. It holds two "
+                "inputs and one block's residuals, O(1) memory, and runs N (N - 1) / 2 = 496 "
+                "blocks again, O(N^2) compute.",
+                "peaks at 62619.0 MiB: nesting saves nothing against 62619.0 MiB."});
     CHECK(has(strategy(), "        x = checkpoint(run, blocks[:-1], x)"));
     nested.beside = 99999ull << 20;
     nested.step.predicted = nested.step.predicted / 10 * 9;

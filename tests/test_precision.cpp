@@ -1,4 +1,5 @@
-// Tests of precision.cu. The conversions are held against the definition of the formats, in double arithmetic.
+// Tests of precision.cu. The conversions are held against the definition of the formats, in double
+// arithmetic.
 #include "precision.cu"
 
 #include "test.h"
@@ -10,13 +11,14 @@ struct Format {
     int exponent_bits, mantissa_bits;
     float (*to_float)(uint16_t);
     uint16_t (*from_float)(float);
-    int infinity() const { return ((1 << exponent_bits) - 1) << mantissa_bits; }  // its bits; above are the NaNs
+    // its bits; above are the NaNs
+    int infinity() const { return ((1 << exponent_bits) - 1) << mantissa_bits; }
 };
 static const Format FORMATS[] = {{"fp16", 5, 10, fp16_to_float, float_to_fp16},
                                  {"bf16", 8, 7, bf16_to_float, float_to_bf16}};
 
-// What the bits of a finite number, without its sign, stand for. Infinity's bits give the power of two after the
-// largest number, which is where rounding puts it.
+// What the bits of a finite number, without its sign, stand for. Infinity's bits give the power of
+// two after the largest number, which is where rounding puts it.
 static double meaning(const Format& f, int bits) {
     int bias = (1 << (f.exponent_bits - 1)) - 1, exponent = bits >> f.mantissa_bits;
     int mantissa = bits & ((1 << f.mantissa_bits) - 1);
@@ -24,7 +26,9 @@ static double meaning(const Format& f, int bits) {
     return std::ldexp(mantissa + (1 << f.mantissa_bits), exponent - bias - f.mantissa_bits);
 }
 
-TEST_CASE("precision: all 65,536 patterns of fp16 and bf16 mean what the format says, and survive a round trip") {
+TEST_CASE(
+    "precision: all 65,536 patterns of fp16 and bf16 mean what the format says, and survive a "
+    "round trip") {
     for (const Format& f : FORMATS) {
         CAPTURE(std::string(f.name));
         int wrong = 0, nans = 0;
@@ -35,7 +39,8 @@ TEST_CASE("precision: all 65,536 patterns of fp16 and bf16 mean what the format 
             uint16_t back = f.from_float(x);
             bool ok = std::signbit(x) == negative;
             if (magnitude > f.infinity()) {
-                // NaN comes back as a quiet NaN of the same sign; the payload may stay, the quiet bit has to be set.
+                // NaN comes back as a quiet NaN of the same sign; the payload may stay, the quiet
+                // bit has to be set.
                 ok = ok && std::isnan(x) && back == (bits | 1 << (f.mantissa_bits - 1));
                 nans++;
             } else if (magnitude == f.infinity()) {
@@ -54,7 +59,8 @@ TEST_CASE("precision: rounding goes to the nearest number, and from halfway to t
     for (const Format& f : FORMATS) {
         CAPTURE(std::string(f.name));
         int wrong = 0, halfway = 0;
-        for (int low = 0; low < f.infinity(); low++) {  // the upper neighbour of the last one is infinity
+        // the upper neighbour of the last one is infinity
+        for (int low = 0; low < f.infinity(); low++) {
             int even = low % 2 == 0 ? low : low + 1;
             double middle = (meaning(f, low) + meaning(f, low + 1)) / 2;
             float x = (float)middle;  // exact: fp32 has the bits to spare
@@ -83,8 +89,9 @@ TEST_CASE("precision: the ends of fp16") {
     CHECK(float_to_fp16(0x1p-25f) == 0);  // a tie, and 0 is even
     CHECK(float_to_fp16(0x1.000002p-25f) == 1);
     CHECK(float_to_fp16(-1e-30f) == 0x8000);
-    CHECK(float_to_fp16(float_of(1)) == 0);                // fp32's own subnormals
-    CHECK(float_to_fp16(float_of(0x7f800001)) == 0x7e00);  // a NaN whose payload does not fit is still a NaN
+    CHECK(float_to_fp16(float_of(1)) == 0);  // fp32's own subnormals
+    // a NaN whose payload does not fit is still a NaN
+    CHECK(float_to_fp16(float_of(0x7f800001)) == 0x7e00);
     CHECK(float_to_fp16(float_of(0xffffffff)) == 0xffff);
     CHECK(float_to_bf16(float_of(0x7f800001)) == 0x7fc0);
     CHECK(float_to_bf16(float_of(0xffffffff)) == 0xffff);
@@ -103,10 +110,11 @@ TEST_CASE("precision: 0.01 a thousand times") {
 
 TEST_CASE("precision: mixed_precision_accumulation's table and answer") {
     const std::string text = printed([] { cmd_mixed_precision_accumulation({}); });
-    for (const char* phrase : {"| fp32 += fp32(fp16) | 10.0021362 |", "| bf16 += bf16       |  4.0000000 |",
-                               "1000 times 0.01 is 10.0001 in fp32 and 9.9531 in fp16. With fp16 addends the fp32 sum "
-                               "is 10.0021: ",
-                               "the 0.0021 that ", "stops at 4 after 350 additions, "}) {
+    for (const char* phrase :
+         {"| fp32 += fp32(fp16) | 10.0021362 |", "| bf16 += bf16       |  4.0000000 |",
+          "1000 times 0.01 is 10.0001 in fp32 and 9.9531 in fp16. With fp16 addends the fp32 sum "
+          "is 10.0021: ",
+          "the 0.0021 that ", "stops at 4 after 350 additions, "}) {
         CHECK_MESSAGE(has(text, phrase), phrase, " in: ", text);
     }
 }
@@ -114,7 +122,9 @@ TEST_CASE("precision: mixed_precision_accumulation's table and answer") {
 TEST_CASE_TEMPLATE("precision: ToyModel's dtypes under autocast", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     for (Precision precision : {PREC_FP16, PREC_BF16, FP32}) {
-        std::string low = precision == PREC_FP16 ? "float16" : precision == PREC_BF16 ? "bfloat16" : "float32";
+        std::string low = precision == PREC_FP16   ? "float16"
+                          : precision == PREC_BF16 ? "bfloat16"
+                                                   : "float32";
         CAPTURE(low);
         context.recording = false;  // it records by itself, and leaves the context as it was
         const std::vector<DType> t = toy_model_dtypes(precision);

@@ -1,6 +1,6 @@
-// Tests of lib/ranks.cu: every collective with 1 to 4 ranks against what it should give, and what the others do when a
-// rank dies, stalls, never starts, or is not one of them. A test that needs ranks launches this program again as N
-// ranks, each of which runs the same test case.
+// Tests of lib/ranks.cu: every collective with 1 to 4 ranks against what it should give, and what
+// the others do when a rank dies, stalls, never starts, or is not one of them. A test that needs
+// ranks launches this program again as N ranks, each of which runs the same test case.
 #include "test.h"
 
 #include <signal.h>
@@ -27,7 +27,8 @@ static void check_collectives(const Communicator& c) {
             Tensor added = from_floats(mine, {n}, dtype), averaged = from_floats(mine, {n}, dtype),
                    sent = from_floats(mine, {n}, dtype), scattered = from_floats(mine, {n}, dtype);
             WorkPtr works[] = {all_reduce(c, added, SUM), all_reduce(c, averaged, AVERAGE),
-                               broadcast(c, sent, c.world - 1), reduce_scatter(c, scattered, AVERAGE)};
+                               broadcast(c, sent, c.world - 1),
+                               reduce_scatter(c, scattered, AVERAGE)};
             for (int k : {2, 0, 3, 1}) { wait(c, works[k]); }
             std::vector<float> a = to_floats(added), b = to_floats(averaged), s = to_floats(sent),
                                p = to_floats(scattered);
@@ -35,7 +36,8 @@ static void check_collectives(const Communicator& c) {
             std::vector<float> g = to_floats(scattered);
             int wrong = 0;
             for (int64_t i = 0; i < n; i++) {
-                double average = sum[i] / c.world, error = dtype == BF16 ? average / 128 : 1e-6 * average;
+                double average = sum[i] / c.world,
+                       error = dtype == BF16 ? average / 128 : 1e-6 * average;
                 bool own = i / (n / c.world) == c.rank;
                 wrong += a[i] != sum[i];
                 wrong += !(std::fabs(b[i] - average) <= error);
@@ -56,37 +58,49 @@ static void check_collectives(const Communicator& c) {
 }
 TEST_CASE("ranks: collectives over Gloo") {
     if (lacks("gloo", CPU, 4)) { return; }
-    for (int n : {1, 2, 3, 4}) { in_ranks("ranks: collectives over Gloo", n, CPU, check_collectives); }
+    for (int n : {1, 2, 3, 4}) {
+        in_ranks("ranks: collectives over Gloo", n, CPU, check_collectives);
+    }
 }
 TEST_CASE("ranks: collectives over NCCL") {
     if (lacks("nccl", CUDA, 2)) { return; }
     for (int n : {1, 2, 3, 4}) {
-        if (why_not("nccl", CUDA, n).empty()) { in_ranks("ranks: collectives over NCCL", n, CUDA, check_collectives); }
+        if (why_not("nccl", CUDA, n).empty()) {
+            in_ranks("ranks: collectives over NCCL", n, CUDA, check_collectives);
+        }
     }
 }
 
-// A copy engine that reads a peer's buffer too early, or too late, is wrong only at unlucky times. So the ranks wait
-// for random times, and nothing but the collectives holds them together.
+// A copy engine that reads a peer's buffer too early, or too late, is wrong only at unlucky times.
+// So the ranks wait for random times, and nothing but the collectives holds them together.
 static void check_shared_buffers(const Communicator& c) {
     NoGrad no_grad;
     const int64_t part = 1 << 18, n = part * c.world;
-    Tensor own, whole, sum, expected = empty({n}, F32), x = zeros({1024, 1024}, F32), wrong = zeros({}, F32);
+    Tensor own, whole, sum, expected = empty({n}, F32), x = zeros({1024, 1024}, F32),
+                            wrong = zeros({}, F32);
     for (int step = 0; step < 500; step++) {
         if (step % 250 == 0) {
             own = whole = sum = Tensor();
             free_shared(c);
-            allocate_shared(c, [&] { own = empty({part}, F32), whole = empty({n}, F32), sum = empty({n}, F32); });
+            allocate_shared(c, [&] {
+                own = empty({part}, F32), whole = empty({n}, F32), sum = empty({n}, F32);
+            });
         }
         auto delay = [&](int place) {
-            for (int k = random_int(8, step, c.rank, place); k > 0; k--) { gemm(x, x, false, x, false); }
+            for (int k = random_int(8, step, c.rank, place); k > 0; k--) {
+                gemm(x, x, false, x, false);
+            }
         };
         delay(0);
         fill_normal(own, step, c.rank, 0, 1);
         fill_normal(sum, step, c.rank, 1, 1);
         delay(1);
-        const std::vector<WorkPtr> works = {all_gather(c, whole, own), all_reduce(c, sum, SUM, true)};
+        const std::vector<WorkPtr> works = {all_gather(c, whole, own),
+                                            all_reduce(c, sum, SUM, true)};
         delay(2);
-        for (int r = 0; r < c.world; r++) { fill_normal(view(expected, r * part, {part}), step, r, 0, 1); }
+        for (int r = 0; r < c.world; r++) {
+            fill_normal(view(expected, r * part, {part}), step, r, 0, 1);
+        }
         for (const WorkPtr& work : works) { wait(c, work); }
         copy_or_add(wrong, mean_all(square(sub(whole, expected))), true);
         for (int r = 0; r < c.world; r++) {  // of two numbers a sum is the same in each order
@@ -103,7 +117,7 @@ TEST_CASE("ranks: shared buffers over NCCL at random times") {
     in_ranks("ranks: shared buffers over NCCL at random times", 2, CUDA, check_shared_buffers);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Failures
 
 struct Started {
@@ -155,7 +169,8 @@ static Ended finish(const Started& s, double since) {
     return e;
 }
 static std::vector<pid_t> children_of(pid_t pid) {
-    std::ifstream file("/proc/" + std::to_string(pid) + "/task/" + std::to_string(pid) + "/children");
+    std::ifstream file("/proc/" + std::to_string(pid) + "/task/" + std::to_string(pid) +
+                       "/children");
     std::vector<pid_t> all;
     for (pid_t child; file >> child;) { all.push_back(child); }
     return all;
@@ -174,7 +189,8 @@ static pid_t rank_of_launcher(pid_t launcher, int rank) {
         }
         usleep(2000);
     }
-    FAIL("the launcher started no rank " << rank);  // never 0: that number stands for our own group of processes
+    // never 0: that number stands for our own group of processes
+    FAIL("the launcher started no rank " << rank);
     return 0;
 }
 static bool gone(pid_t pid) {  // or a zombie that nobody has fetched yet
@@ -198,8 +214,10 @@ static std::vector<std::string> long_run(const char* device = "cpu", const char*
             "3"};
 }
 
-// The signal that rank `victim` of this command gets ends all its ranks, in one line that names that rank.
-static void check_failure(const std::vector<std::string>& command, int number, int victim, double seconds_before) {
+// The signal that rank `victim` of this command gets ends all its ranks, in one line that names
+// that rank.
+static void check_failure(const std::vector<std::string>& command, int number, int victim,
+                          double seconds_before) {
     Started s = start(command);
     std::vector<pid_t> ranks;
     for (int r = 0; r < std::stoi(command[2]); r++) { ranks.push_back(rank_of_launcher(s.pid, r)); }
@@ -247,7 +265,8 @@ TEST_CASE("ranks: signals to the launcher reach all, and no rank outlives it") {
 }
 
 static std::vector<std::string> as_rank(int rank, int world, const Folder& folder) {
-    return {"RANK=" + std::to_string(rank), "WORLD_SIZE=" + std::to_string(world), "CS336_RENDEZVOUS=" + folder.path};
+    return {"RANK=" + std::to_string(rank), "WORLD_SIZE=" + std::to_string(world),
+            "CS336_RENDEZVOUS=" + folder.path};
 }
 // No launcher of ours: a rank notices by itself that another one is gone.
 static std::string text_so_far(FILE* file) {
@@ -276,7 +295,10 @@ TEST_CASE("ranks: without a launcher, one that dies while the others wait for it
                                             "--context_length",
                                             "64"};
     Started zero = start(words, as_rank(0, 2, folder)), one = start(words, as_rank(1, 2, folder));
-    for (int tries = 0; tries < 15000 && !has(text_so_far(zero.err), "one process: Step 1/"); tries++) { usleep(2000); }
+    for (int tries = 0; tries < 15000 && !has(text_so_far(zero.err), "one process: Step 1/");
+         tries++) {
+        usleep(2000);
+    }
     kill(zero.pid, SIGKILL);
     const double since = now_ms();
     finish(zero, since);
@@ -304,17 +326,21 @@ TEST_CASE("ranks: without a launcher, a collective has a deadline") {
     CHECK(e.ms > 2500);
     CHECK(e.ms < 5500);
 }
-static const std::vector<std::string> short_run = {"naive_ddp", "--device", "cpu",       "--backend",
-                                                   "gloo",      "--quick",  "--timeout", "3"};
-TEST_CASE("ranks: one that never comes, the same number twice, a folder that is none are named within the timeout") {
+static const std::vector<std::string> short_run = {
+    "naive_ddp", "--device", "cpu", "--backend", "gloo", "--quick", "--timeout", "3"};
+TEST_CASE(
+    "ranks: one that never comes, the same number twice, a folder that is none are named within "
+    "the timeout") {
     if (lacks("gloo", CPU, 2)) { return; }
     Folder alone, twice;
-    Started first = start(short_run, as_rank(0, 2, alone)), second = start(short_run, as_rank(1, 2, twice));
+    Started first = start(short_run, as_rank(0, 2, alone)),
+            second = start(short_run, as_rank(1, 2, twice));
     usleep(500000);
     Started same = start(short_run, as_rank(1, 2, twice));
-    const std::pair<const Started*, const char*> cases[] = {{&first, "rank 1 of 2 did not come to "},
-                                                            {&same, "or two ranks have one number"},
-                                                            {&second, "rank 0 of 2 did not come to "}};
+    const std::pair<const Started*, const char*> cases[] = {
+        {&first, "rank 1 of 2 did not come to "},
+        {&same, "or two ranks have one number"},
+        {&second, "rank 0 of 2 did not come to "}};
     for (const auto& [started, says] : cases) {
         Ended e = finish(*started, started->at_ms);
         INFO(e.err);
@@ -346,11 +372,14 @@ TEST_CASE("ranks: the folder is its owner's alone, and gone when the job is") {
     CHECK(finish(good, good.at_ms).exit_code == 0);
     CHECK(folder.files().empty());
 }
-TEST_CASE("ranks: a job that is paused as a whole goes on, and so does a rank that is continued in time") {
+TEST_CASE(
+    "ranks: a job that is paused as a whole goes on, and so does a rank that is continued in "
+    "time") {
     if (lacks("gloo", CPU, 2)) { return; }
     for (bool whole : {true, false}) {
         Started s = start(long_run("cpu", "gloo", "2"));
-        std::vector<pid_t> ranks = {rank_of_launcher(s.pid, 0), rank_of_launcher(s.pid, 1)}, all = {ranks[1]};
+        std::vector<pid_t> ranks = {rank_of_launcher(s.pid, 0), rank_of_launcher(s.pid, 1)},
+                           all = {ranks[1]};
         if (whole) { all = {s.pid, ranks[0], ranks[1]}; }
         usleep(500000);
         for (pid_t pid : all) { kill(pid, SIGSTOP); }
@@ -380,7 +409,8 @@ TEST_CASE("ranks: an inherited nohup holds") {
     if (lacks("gloo", CPU, 2)) { return; }
     check_nohup({});
 }
-TEST_CASE("ranks: an inherited nohup holds where a shared library takes the signal first, as UCX does") {
+TEST_CASE(
+    "ranks: an inherited nohup holds where a shared library takes the signal first, as UCX does") {
     if (lacks("gloo", CPU, 2)) { return; }
     Folder folder;
     write_file(folder / "take.c",
@@ -404,7 +434,9 @@ TEST_CASE("ranks: the second Ctrl-C ends at once") {
     CHECK(!gone(pid));
     kill(pid, SIGINT);
     int status = 0;
-    for (int tries = 0; tries < 100 && waitpid(pid, &status, WNOHANG) == 0; tries++) { usleep(10000); }
+    for (int tries = 0; tries < 100 && waitpid(pid, &status, WNOHANG) == 0; tries++) {
+        usleep(10000);
+    }
     CHECK((WIFSIGNALED(status) && WTERMSIG(status) == SIGINT));
     if (!WIFSIGNALED(status)) { kill(pid, SIGKILL); }
 }
@@ -440,10 +472,12 @@ TEST_CASE("ranks: children are waited for, also where SIGCHLD was ignored") {
     Ended e = finish(s, s.at_ms);
     CHECK(e.exit_code == 0);
 }
-TEST_CASE("ranks: what torchrun, mpirun and srun say is understood, and what is no number is refused") {
+TEST_CASE(
+    "ranks: what torchrun, mpirun and srun say is understood, and what is no number is refused") {
     if (lacks("gloo", CPU, 2)) { return; }
     Folder shared;
-    auto variables = [&](const std::string& launcher, bool in_shared, int job, int rank) -> std::vector<std::string> {
+    auto variables = [&](const std::string& launcher, bool in_shared, int job,
+                         int rank) -> std::vector<std::string> {
         const std::string r = std::to_string(rank), j = std::to_string(job);
         std::vector<std::string> all = {"RANK=" + r, "WORLD_SIZE=2", "TORCHELASTIC_RUN_ID=a/b",
                                         "TORCHELASTIC_RESTART_COUNT=" + j};
@@ -451,7 +485,8 @@ TEST_CASE("ranks: what torchrun, mpirun and srun say is understood, and what is 
             all = {"OMPI_COMM_WORLD_RANK=" + r, "OMPI_COMM_WORLD_SIZE=2", "PMIX_NAMESPACE=" + j};
         }
         if (launcher == "srun") {
-            all = {"SLURM_PROCID=" + r, "SLURM_STEP_NUM_TASKS=2", "SLURM_JOB_ID=5", "SLURM_STEP_ID=" + j};
+            all = {"SLURM_PROCID=" + r, "SLURM_STEP_NUM_TASKS=2", "SLURM_JOB_ID=5",
+                   "SLURM_STEP_ID=" + j};
         }
         if (in_shared) { all.push_back("CS336_RENDEZVOUS=" + shared.path); }
         return all;
@@ -470,7 +505,8 @@ TEST_CASE("ranks: what torchrun, mpirun and srun say is understood, and what is 
         }
     }
     CHECK(shared.files().empty());
-    Started hydra[] = {start(short_run, {"PMI_RANK=0", "PMI_SIZE=2"}), start(short_run, {"PMI_RANK=1", "PMI_SIZE=2"})};
+    Started hydra[] = {start(short_run, {"PMI_RANK=0", "PMI_SIZE=2"}),
+                       start(short_run, {"PMI_RANK=1", "PMI_SIZE=2"})};
     for (const Started& one : hydra) {
         Ended e = finish(one, one.at_ms);
         INFO("mpiexec.hydra: " << e.err);
@@ -481,11 +517,12 @@ TEST_CASE("ranks: what torchrun, mpirun and srun say is understood, and what is 
     std::string both;
     for (const char* rank : {"0", "1"}) {
         both += std::string("RANK=") + rank + " WORLD_SIZE=2 TORCHELASTIC_ERROR_FILE=/tmp/x/none_" +
-                std::to_string(getpid()) + "/attempt_0/" + rank + "/error.json sh -c '" + program() +
-                " naive_ddp --device cpu --timeout 3; true' & ";
+                std::to_string(getpid()) + "/attempt_0/" + rank + "/error.json sh -c '" +
+                program() + " naive_ddp --device cpu --timeout 3; true' & ";
     }
     CHECK(has(run_shell(both + "wait").out, "World size: 2"));
-    Started shell = start(short_run, {"SLURM_STEP_ID=4294967290", "SLURM_STEP_NUM_TASKS=1", "SLURM_PROCID=0"});
+    Started shell =
+        start(short_run, {"SLURM_STEP_ID=4294967290", "SLURM_STEP_NUM_TASKS=1", "SLURM_PROCID=0"});
     CHECK(finish(shell, shell.at_ms).exit_code == 0);
     Started wrong = start(short_run, {"RANK=x", "WORLD_SIZE=1"});
     Ended e = finish(wrong, wrong.at_ms);
@@ -501,7 +538,8 @@ TEST_CASE("ranks: wrong usage of the launcher") {
     Ended e = finish(s, s.at_ms);
     CHECK(e.exit_code == 2);
     CHECK(has(e.err, "--nproc: got 3, but the launcher has started 2 ranks"));
-    Run nccl = run_cs336({"distributed_communication_single_node", "--device", "cpu", "--backend", "nccl"});
+    Run nccl = run_cs336(
+        {"distributed_communication_single_node", "--device", "cpu", "--backend", "nccl"});
     CHECK(nccl.exit_code == 1);
     CHECK(has(nccl.err, "NCCL"));
 }

@@ -1,5 +1,5 @@
-// Tests of lib/safetensors.cu: what is written comes back; what is wrong is refused, with the file's and the tensor's
-// name.
+// Tests of lib/safetensors.cu: what is written comes back; what is wrong is refused, with the
+// file's and the tensor's name.
 #include "test.h"
 
 #include <csignal>
@@ -35,7 +35,9 @@ TEST_CASE("safetensors: a round trip gives back every bit, name, shape and dtype
     context = Context();
     for (DType t : {U8, F16, F64, I32, BF16, F32}) {
         tensors.push_back(empty({3, 1, 5}, t));
-        for (size_t i = 0; i < 15 * size_of(t); i++) { tensors.back().data[i] = (char)(i * 37 + t); }
+        for (size_t i = 0; i < 15 * size_of(t); i++) {
+            tensors.back().data[i] = (char)(i * 37 + t);
+        }
         out.push_back({name_of(t), describe(tensors.back())});
     }
     tensors.push_back(from_floats({2.5f}, {}));
@@ -78,8 +80,10 @@ TEST_CASE("safetensors: the bytes of a small file") {
 }
 
 // {"t": {...}} with the given parts, and then `data` bytes.
-static std::string one(const std::string& dtype, const std::string& shape, const std::string& offsets, int data = 8) {
-    return in_file("{\"t\":{\"dtype\":" + dtype + ",\"shape\":" + shape + ",\"data_offsets\":" + offsets + "}}",
+static std::string one(const std::string& dtype, const std::string& shape,
+                       const std::string& offsets, int data = 8) {
+    return in_file("{\"t\":{\"dtype\":" + dtype + ",\"shape\":" + shape +
+                       ",\"data_offsets\":" + offsets + "}}",
                    std::string(data, 'x'));
 }
 
@@ -93,7 +97,8 @@ TEST_CASE("safetensors: every kind of lie is refused by name") {
         std::string bytes;
         std::vector<std::string> says;
     };
-    std::string deep(100000, '['), flat = std::string("{\"a\":\"") + std::string(100000, 'y') + "\"}";
+    std::string deep(100000, '['),
+        flat = std::string("{\"a\":\"") + std::string(100000, 'y') + "\"}";
     std::string overlap = TWO, hole = TWO, twice = TWO;
     overlap.replace(overlap.find("[8,12]"), 6, "[4,8]");
     hole.replace(hole.find("[8,12]"), 6, "[9,13]");
@@ -117,7 +122,8 @@ TEST_CASE("safetensors: every kind of lie is refused by name") {
         {in_file("{\"a\":" + deep + std::string(100000, ']') + "}", ""), {"nesting"}},
         {in_file("{\"a\":1}", ""), {"tensor \"a\": expected a known dtype", "found 1"}},
         {in_file(flat, ""), {"tensor \"a\": expected a known dtype"}},
-        {in_file("{\"a\\n\":{\"dtype\":\"F32\",\"shape\":[]}}", ""), {"tensor \"a\\n\": expected a known dtype"}},
+        {in_file("{\"a\\n\":{\"dtype\":\"F32\",\"shape\":[]}}", ""),
+         {"tensor \"a\\n\": expected a known dtype"}},
         {one("\"F31\"", "[2]", "[0,8]"), {T, "F31"}},
         {one("32", "[2]", "[0,8]"), {T, "32"}},
         {one(f32, "2", "[0,8]"), {T, "\"shape\":2"}},
@@ -128,7 +134,8 @@ TEST_CASE("safetensors: every kind of lie is refused by name") {
         {one(f32, "[[2]]", "[0,8]"), {"nesting"}},
         {one(f32, "[9223372036854775808]", "[0,8]"), {T, "[9223372036854775808]"}},
         {one(f32, "[4294967296,4294967296]", "[0,8]"), {T, "4294967296"}},
-        {one(f32, "[4611686018427387906]", "[0,8]"), {T, "4611686018427387906"}},  // 8 bytes modulo 2^64
+        // 8 bytes modulo 2^64
+        {one(f32, "[4611686018427387906]", "[0,8]"), {T, "4611686018427387906"}},
         {one(f32, "[3]", "[0,8]"), {T, "[0,8]", "[3]"}},
         {one(f32, "[2]", "[0,7]"), {T, "[0,7]", "[2]"}},
         {one(f32, "[2]", "[8,0]"), {T, "[8,0]"}},
@@ -162,10 +169,13 @@ TEST_CASE("safetensors: every kind of lie is refused by name") {
 }
 
 TEST_CASE(
-    "safetensors: cut short anywhere, or longer by a byte, a file is refused, and with bits flipped read within it") {
+    "safetensors: cut short anywhere, or longer by a byte, a file is refused, and with bits "
+    "flipped read within it") {
     Folder folder;
     const std::string path = folder / "x.safetensors", whole = in_file(TWO, std::string(12, 'x'));
-    for (size_t n = 0; n < whole.size(); n++) { CHECK_MESSAGE(refusal(path, whole.substr(0, n)) != "", n); }
+    for (size_t n = 0; n < whole.size(); n++) {
+        CHECK_MESSAGE(refusal(path, whole.substr(0, n)) != "", n);
+    }
     CHECK(refusal(path, whole + "x") != "");
     int taken = 0;
     const int bits = 8 * (int)whole.size(), tries = bits + 3000;
@@ -211,9 +221,11 @@ TEST_CASE("safetensors: a save that fails leaves nothing, and the old file as it
     write_file(path, "old");
     float numbers[2] = {1, 2};
     FileTensor good{"F32", {2}, numbers, 8};
-    for (const std::string& where : {folder / "none/x.safetensors", std::string("/proc/x.safetensors"), folder.path}) {
+    for (const std::string& where :
+         {folder / "none/x.safetensors", std::string("/proc/x.safetensors"), folder.path}) {
         const std::string what = failure_of([&] { save_safetensors(where, {{"a", good}}); });
-        CHECK(has(what, where + ": cannot be written"));  // nobody may write in /proc, root included
+        // nobody may write in /proc, root included
+        CHECK(has(what, where + ": cannot be written"));
         CHECK(folder.files() == std::vector<std::string>{"x.safetensors"});
         CHECK(read_file(path) == "old");
     }
@@ -221,10 +233,13 @@ TEST_CASE("safetensors: a save that fails leaves nothing, and the old file as it
     std::vector<uint8_t> big(100000);
     rlimit before;
     REQUIRE(getrlimit(RLIMIT_FSIZE, &before) == 0);
-    const rlimit small = {50000, before.rlim_max};  // bytes: the disk is full in the middle of the data
+    // bytes: the disk is full in the middle of the data
+    const rlimit small = {50000, before.rlim_max};
     signal(SIGXFSZ, SIG_IGN);
     REQUIRE(setrlimit(RLIMIT_FSIZE, &small) == 0);
-    std::string what = failure_of([&] { save_safetensors(path, {{"a", {"U8", {100000}, big.data(), 100000}}}); });
+    std::string what = failure_of([&] {
+        save_safetensors(path, {{"a", {"U8", {100000}, big.data(), 100000}}});
+    });
     setrlimit(RLIMIT_FSIZE, &before);
     signal(SIGXFSZ, SIG_DFL);
     CHECK(has(what, "cannot be written: File too large"));

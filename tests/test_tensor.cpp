@@ -1,19 +1,22 @@
-// Tests of lib/tensor.cu and lib/matmul.cu. Backward is compared with central differences in float64, the GPU with the
-// CPU, gemm with loops.
+// Tests of lib/tensor.cu and lib/matmul.cu. Backward is compared with central differences in
+// float64, the GPU with the CPU, gemm with loops.
 #include "lib/matmul.cu"
 #include "lib/tensor.cu"
 
 #include "gradients.h"
 
-static bool same_bits(const Tensor& a, const Tensor& b) { return a.shape == b.shape && to_doubles(a) == to_doubles(b); }
+static bool same_bits(const Tensor& a, const Tensor& b) {
+    return a.shape == b.shape && to_doubles(a) == to_doubles(b);
+}
 static void check_close(const Tensor& got, const Tensor& want, double rtol, double atol) {
     CHECK(got.dtype == want.dtype);
     Comparison c = compare(got, want, rtol, atol);
     CHECK_MESSAGE(c.ok(), to_string(c));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// All differentiable ops, with inputs whose last dimension is n. `positive` inputs lie between 0.5 and 3.5.
+// -------------------------------------------------------------------------------------------------
+// All differentiable ops, with inputs whose last dimension is n. `positive` inputs lie between 0.5
+// and 3.5.
 
 using X = const Tensors&;
 using Unary = Tensor (*)(const Tensor&);
@@ -34,8 +37,8 @@ static Tensor some_indices(const Shape& shape, int64_t below) {  // repeating
 
 static std::vector<Case> elementwise_cases(int64_t n) {
     std::vector<Case> cases;
-    auto put = [&](const std::string& name, const std::vector<Shape>& shapes, const std::function<Tensor(X x)>& f,
-                   bool positive = false) {
+    auto put = [&](const std::string& name, const std::vector<Shape>& shapes,
+                   const std::function<Tensor(X x)>& f, bool positive = false) {
         cases.push_back({name, shapes, f, positive});
     };
     Shape full = {2, 3, n};
@@ -47,10 +50,13 @@ static std::vector<Case> elementwise_cases(int64_t n) {
             put(name + to_string(full) + to_string(other), {full, other}, f, true);
             put(name + to_string(other) + to_string(full), {other, full}, f, true);
         }
-        auto g = [op = binary[i]](X x) { return op(x[0], transpose(slice_last(x[1], 1, 2), 0, 1)); };
+        auto g = [op = binary[i]](X x) {
+            return op(x[0], transpose(slice_last(x[1], 1, 2), 0, 1));
+        };
         put(name + "with a view", {{3, n}, {n, 6}}, g, true);
     }
-    Unary of_any[] = {exp, square, sigmoid, relu, sum_last, mean_last, max_last, mean_all, contiguous};
+    Unary of_any[] = {exp,       square,   sigmoid,  relu,      sum_last,
+                      mean_last, max_last, mean_all, contiguous};
     Unary of_positive[] = {log, sqrt, rsqrt};
     for (int i = 0; i < 12; i++) {
         Unary op = i < 9 ? of_any[i] : of_positive[i - 9];
@@ -58,25 +64,34 @@ static std::vector<Case> elementwise_cases(int64_t n) {
         put(
             name, {{2, 3, n}}, [op](X x) { return op(x[0]); }, i >= 9);
         put(
-            name + " of a transpose", {{n, 3}}, [op](X x) { return op(transpose(x[0], 0, 1)); }, i >= 9);
+            name + " of a transpose", {{n, 3}}, [op](X x) { return op(transpose(x[0], 0, 1)); },
+            i >= 9);
     }
     put("scale", {{2, n}}, [](X x) { return scale(x[0], -1.5f); });
     put("add_scalar", {{2, n}}, [](X x) { return add_scalar(x[0], 0.25f); });
     put("where", {{3, n}}, [=](X x) { return where(some_mask(n), x[0], -7); });
     put("where, mask broadcast", {{2, 3, n}}, [=](X x) { return where(some_mask(n), x[0], 0); });
     put("reshape", {{2, 3, n}}, [=](X x) { return reshape(x[0], Shape{n, 6}); });
-    put("reshape a view", {{2, 3, n}}, [=](X x) { return reshape(transpose(x[0], 0, 2), Shape{2, n, 3}); });
+    put("reshape a view", {{2, 3, n}}, [=](X x) {
+        return reshape(transpose(x[0], 0, 2), Shape{2, n, 3});
+    });
     put("transpose", {{2, 3, n, 2}}, [](X x) { return transpose(x[0], 1, 2); });
     put("slice_last", {{3, 2 * n + 1}}, [](X x) { return slice_last(x[0], 1, 2); });
-    put("slice_last of a view", {{n + 3, 3}}, [](X x) { return slice_last(transpose(x[0], 0, 1), 2, 3); });
+    put("slice_last of a view", {{n + 3, 3}},
+        [](X x) { return slice_last(transpose(x[0], 0, 1), 2, 3); });
     put("interleave_last", {{3, n}, {3, n}}, [](X x) { return interleave_last(x[0], x[1]); });
-    put("gather_rows", {{5, n}}, [](X x) { return gather_rows(x[0], some_indices(Shape{3, 4}, 5)); });
-    put("gather_rows, many", {{2, 3}}, [=](X x) { return gather_rows(x[0], some_indices(Shape{n}, 2)); });
+    put("gather_rows", {{5, n}}, [](X x) {
+        return gather_rows(x[0], some_indices(Shape{3, 4}, 5));
+    });
+    put("gather_rows, many", {{2, 3}},
+        [=](X x) { return gather_rows(x[0], some_indices(Shape{n}, 2)); });
     put("pick_last", {{7, n}}, [=](X x) { return pick_last(x[0], some_indices(Shape{7}, n)); });
     put("used twice by one op", {{3, n}}, [](X x) { return mul(x[0], x[0]); });
     put("a sum with itself", {{3, n}}, [](X x) { return add(x[0], x[0]); });
-    put("used by three ops", {{3, n}}, [](X x) { return add(add(exp(x[0]), sigmoid(x[0])), mean_last(x[0])); });
-    put("rmsnorm", {{3, n}, {n}}, [](X x) { return mul(mul(x[0], rsqrt(mean_last(square(x[0])))), x[1]); });
+    put("used by three ops", {{3, n}},
+        [](X x) { return add(add(exp(x[0]), sigmoid(x[0])), mean_last(x[0])); });
+    put("rmsnorm", {{3, n}, {n}},
+        [](X x) { return mul(mul(x[0], rsqrt(mean_last(square(x[0])))), x[1]); });
     return cases;
 }
 static std::vector<Case> product_cases(int64_t n) {
@@ -84,8 +99,8 @@ static std::vector<Case> product_cases(int64_t n) {
     auto product_nt = [](X x) { return matmul(x[0], x[1], true); };
     auto of_views = [](X x) { return matmul(transpose(x[0], 0, 1), transpose(x[1], 0, 1)); };
     auto of_heads = [](X x) { return matmul(transpose(x[0], 1, 2), transpose(x[1], 1, 2), true); };
-    // add() gives one array to both its inputs as their gradient; matmul's backward, later, must not add to it in
-    // place.
+    // add() gives one array to both its inputs as their gradient; matmul's backward, later, must
+    // not add to it in place.
     auto shared_gradient = [](X x) {
         Tensor product = matmul(x[0], x[2]);
         return add(add(x[0], x[1]), product);
@@ -103,7 +118,9 @@ static std::vector<Case> product_cases(int64_t n) {
         {"a shared gradient", {{n, 3}, {n, 3}, {3, 3}}, shared_gradient},
         {"linear [2,3,n]", {{2, 3, n}, {5, n}}, one_linear},
         {"linear [n,3]", {{n, 3}, {n, 3}}, one_linear},
-        {"two linears, one weight", {{2, n}, {n, n}}, [](X x) { return linear(linear(x[0], x[1]), x[1]); }},
+        {"two linears, one weight",
+         {{2, n}, {n, n}},
+         [](X x) { return linear(linear(x[0], x[1]), x[1]); }},
     };
 }
 static Op op_of(const Case& c) {
@@ -112,12 +129,13 @@ static Op op_of(const Case& c) {
 static Tensors inputs_of(const Case& c, DType dtype) {
     Tensors inputs;
     for (const Shape& s : c.shapes) {
-        inputs.push_back(normals(s, dtype, inputs.size(), c.positive ? 2 : 0, c.positive ? 0.3f : 1));
+        inputs.push_back(
+            normals(s, dtype, inputs.size(), c.positive ? 2 : 0, c.positive ? 0.3f : 1));
     }
     return inputs;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 TEST_CASE("backward agrees with central differences") {
     begin<OnCPU>();
@@ -139,7 +157,8 @@ TEST_CASE_TEMPLATE("ops give the values of their formulas", D, OnCPU, OnCUDA) {
     Tensor a = from_floats({1, 2, 3, 4, 5, 6}, {2, 3}), b = from_floats({10, 20, 30}, {3});
     CHECK(to_floats(add(a, b)) == std::vector<float>{11, 22, 33, 14, 25, 36});
     CHECK(to_floats(sub(b, a)) == std::vector<float>{9, 18, 27, 6, 15, 24});
-    CHECK(to_floats(mul(a, from_floats({2, 3}, {2, 1}))) == std::vector<float>{2, 4, 6, 12, 15, 18});
+    CHECK(to_floats(mul(a, from_floats({2, 3}, {2, 1}))) ==
+          std::vector<float>{2, 4, 6, 12, 15, 18});
     CHECK(to_floats(div(b, from_floats({4}, {}))) == std::vector<float>{2.5, 5, 7.5});
     CHECK(to_floats(scale(b, -0.5f)) == std::vector<float>{-5, -10, -15});
     CHECK(to_floats(add_scalar(b, 1)) == std::vector<float>{11, 21, 31});
@@ -150,7 +169,8 @@ TEST_CASE_TEMPLATE("ops give the values of their formulas", D, OnCPU, OnCUDA) {
     CHECK(to_floats(slice_last(a, 1, 2)) == std::vector<float>{2, 5});
     CHECK(to_floats(slice_last(a, 0, 2)) == std::vector<float>{1, 3, 4, 6});
     CHECK(to_floats(interleave_last(b, scale(b, 2))) == std::vector<float>{10, 20, 20, 40, 30, 60});
-    CHECK(to_floats(gather_rows(a, from_ints({1, 0, 1}, {3}))) == std::vector<float>{4, 5, 6, 1, 2, 3, 4, 5, 6});
+    CHECK(to_floats(gather_rows(a, from_ints({1, 0, 1}, {3}))) ==
+          std::vector<float>{4, 5, 6, 1, 2, 3, 4, 5, 6});
     CHECK(to_floats(pick_last(a, from_ints({2, 0}, {2}))) == std::vector<float>{3, 4});
     CHECK(to_floats(sum_last(a)) == std::vector<float>{6, 15});
     CHECK(to_floats(mean_last(a)) == std::vector<float>{2, 5});
@@ -163,7 +183,8 @@ TEST_CASE_TEMPLATE("ops give the values of their formulas", D, OnCPU, OnCUDA) {
     Tensor not_a_number = require_gradient(from_floats({NAN}, {1})), y = relu(not_a_number);
     backward(y);
     CHECK(std::isnan(to_floats(y)[0]));
-    CHECK(to_floats(not_a_number.gradient->value) == std::vector<float>{1});  // dy: 0 would hide dy's NaN, too
+    // dy: 0 would hide dy's NaN, too
+    CHECK(to_floats(not_a_number.gradient->value) == std::vector<float>{1});
     for (float x : {0.1f, 1.0f, 2.5f}) {
         Tensor t = from_floats({x}, {1});
         CHECK(to_floats(exp(t))[0] == doctest::Approx(std::exp(x)).epsilon(1e-6));
@@ -174,7 +195,8 @@ TEST_CASE_TEMPLATE("ops give the values of their formulas", D, OnCPU, OnCUDA) {
     }
 }
 
-// Forward and backward of one case on the CPU and on the GPU. Sums cancel, so errors are measured by the largest value.
+// Forward and backward of one case on the CPU and on the GPU. Sums cancel, so errors are measured
+// by the largest value.
 static void check_cuda(const Case& c, DType dtype, double tolerance) {
     INFO(c.name, ", ", std::string(name_of(dtype)), ", ", setting_now());
     Tensor y[2];
@@ -205,35 +227,42 @@ TEST_CASE("the GPU agrees with the CPU") {
             }
         }
         context.precision = FP32;
-        // More positions than the backward looks through at a time, and tokens that come first in the second thousand.
+        // More positions than the backward looks through at a time, and tokens that come first in
+        // the second thousand.
         auto lookup = [](X x) { return gather_rows(x[0], some_indices(Shape{2500}, 900)); };
         for (DType dtype : {F32, BF16}) {
-            check_cuda({"gather_rows, long", {{900, n}}, lookup}, dtype, dtype == F32 ? 1e-5 : 1e-2);
+            check_cuda({"gather_rows, long", {{900, n}}, lookup}, dtype,
+                       dtype == F32 ? 1e-5 : 1e-2);
         }
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
-static void check_gemm(int64_t batch, int64_t M, int64_t N, int64_t K, bool ta, bool tb, float alpha, float beta,
-                       DType type, DType out_type, double tolerance, bool copies = false) {
-    INFO(setting_now(), ", ", std::string(name_of(type)), " -> ", std::string(name_of(out_type)), ", batch ", batch,
-         ", M ", M, ", N ", N, ", K ", K, ta ? ", a^T" : "", tb ? ", b^T" : "", ", alpha ", alpha, ", beta ", beta);
+static void check_gemm(int64_t batch, int64_t M, int64_t N, int64_t K, bool ta, bool tb,
+                       float alpha, float beta, DType type, DType out_type, double tolerance,
+                       bool copies = false) {
+    INFO(setting_now(), ", ", std::string(name_of(type)), " -> ", std::string(name_of(out_type)),
+         ", batch ", batch, ", M ", M, ", N ", N, ", K ", K, ta ? ", a^T" : "", tb ? ", b^T" : "",
+         ", alpha ", alpha, ", beta ", beta);
     Tensor a = normals(ta ? Shape{batch, K, M} : Shape{batch, M, K}, type, 0);
     Tensor b = normals(tb ? Shape{batch, N, K} : Shape{batch, K, N}, type, 1);
     Tensor c = normals({batch, M, N}, out_type, 2);
-    if (beta == 0) { c = from_floats(std::vector<float>(c.size(), NAN), c.shape, out_type); }  // must not be read
+    // must not be read
+    if (beta == 0) { c = from_floats(std::vector<float>(c.size(), NAN), c.shape, out_type); }
     std::vector<double> A = to_doubles(a), B = to_doubles(b), C = to_doubles(c);
     if (context.precision == TF32 && context.device == CUDA) {  // it sees ten bits of the mantissa
         auto rounded = [](double x) { return float_of((bits_of((float)x) + 0x1000) & ~0x1fffu); };
-        std::transform(A.begin(), A.end(), A.begin(), rounded), std::transform(B.begin(), B.end(), B.begin(), rounded);
+        std::transform(A.begin(), A.end(), A.begin(), rounded),
+            std::transform(B.begin(), B.end(), B.begin(), rounded);
     }
     Tensor want = empty_on(CPU, c.shape, F64);
     for (int64_t i = 0; i < want.size(); i++) {
         int64_t at = i / (M * N), m = i / N % M, n = i % N;
         double sum = 0;
         for (int64_t k = 0; k < K; k++) {
-            sum += A[at * M * K + (ta ? k * M + m : m * K + k)] * B[at * K * N + (tb ? n * K + k : k * N + n)];
+            sum += A[at * M * K + (ta ? k * M + m : m * K + k)] *
+                   B[at * K * N + (tb ? n * K + k : k * N + n)];
         }
         want.as<double>()[i] = alpha * sum + (beta == 0 ? 0 : beta * C[i]);
     }
@@ -248,28 +277,35 @@ TEST_CASE_TEMPLATE("gemm agrees with three loops", D, OnCPU, OnCUDA) {
         DType type, out_type;
         double tolerance;
     };
-    std::vector<Format> formats = {{FP32, F32, F32, 1e-5},        {TF32, F32, F32, D::device == CPU ? 1e-5 : 2e-3},
-                                   {PREC_BF16, BF16, BF16, 1e-2}, {PREC_BF16, BF16, F32, 1e-5},
-                                   {PREC_FP16, F16, F16, 2e-3},   {PREC_FP16, F16, F32, 1e-5}};
+    std::vector<Format> formats = {
+        {FP32, F32, F32, 1e-5},        {TF32, F32, F32, D::device == CPU ? 1e-5 : 2e-3},
+        {PREC_BF16, BF16, BF16, 1e-2}, {PREC_BF16, BF16, F32, 1e-5},
+        {PREC_FP16, F16, F16, 2e-3},   {PREC_FP16, F16, F32, 1e-5}};
     if (D::device == CPU) { formats.push_back({FP32, F64, F64, 1e-14}); }
     for (const Format& f : formats) {
         context.precision = f.precision;
         for (int bits = 0; bits < 4; bits++) {
             bool ta = bits & 1, tb = bits & 2;
-            for (const Shape& s : {Shape{1, 1, 1, 1}, {1, 3, 31, 5}, {3, 33, 1, 31}, {2, 31, 33, 257}, {1, 1, 65, 7}}) {
+            for (const Shape& s : {Shape{1, 1, 1, 1},
+                                   {1, 3, 31, 5},
+                                   {3, 33, 1, 31},
+                                   {2, 31, 33, 257},
+                                   {1, 1, 65, 7}}) {
                 check_gemm(s[0], s[1], s[2], s[3], ta, tb, 1, 0, f.type, f.out_type, f.tolerance);
-                check_gemm(s[0], s[1], s[2], s[3], ta, tb, -0.5f, 2, f.type, f.out_type, f.tolerance);
+                check_gemm(s[0], s[1], s[2], s[3], ta, tb, -0.5f, 2, f.type, f.out_type,
+                           f.tolerance);
                 check_gemm(s[0], s[1], s[2], s[3], ta, tb, 1, 1, f.type, f.out_type, f.tolerance);
                 if (f.type == BF16) {  // as on a card without bf16, also on one that has it
-                    check_gemm(s[0], s[1], s[2], s[3], ta, tb, -0.5f, 2, f.type, f.out_type, f.tolerance, true);
+                    check_gemm(s[0], s[1], s[2], s[3], ta, tb, -0.5f, 2, f.type, f.out_type,
+                               f.tolerance, true);
                 }
             }
         }
     }
 }
 
-// cuBLAS 13.1 leaves out the last summands of these (see gemm_cuda). A^T is 0 except for its last column, so that C has
-// to be the last row of B.
+// cuBLAS 13.1 leaves out the last summands of these (see gemm_cuda). A^T is 0 except for its last
+// column, so that C has to be the last row of B.
 TEST_CASE("gemm adds up all of a long odd K") {
     if (!begin<OnCUDA>()) { return; }
     for (DType type : {BF16, F16}) {
@@ -278,7 +314,8 @@ TEST_CASE("gemm adds up all of a long odd K") {
             int64_t M = 1000, N = 128;
             std::vector<float> last(K * M, 0);
             std::fill(last.end() - M, last.end(), 1.0f);
-            Tensor a = from_floats(last, {K, M}, type), b = normals({K, N}, type, 1), c = zeros({M, N}, F32);
+            Tensor a = from_floats(last, {K, M}, type), b = normals({K, N}, type, 1),
+                   c = zeros({M, N}, F32);
             gemm(c, a, true, b, false, 1, 0);
             std::vector<float> got = to_floats(c), want = to_floats(view(b, (K - 1) * N, {N}));
             CHECK(std::vector<float>(got.end() - N, got.end()) == want);
@@ -304,12 +341,15 @@ TEST_CASE_TEMPLATE("ops of views that start anywhere", D, OnCPU, OnCUDA) {
 }
 TEST_CASE_TEMPLATE("what does not fit fails", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    Tensor a = zeros({2, 3}, F32), b = zeros({3, 4}, F32), c = zeros({2, 4}, F32), low = zeros({3, 4}, BF16);
+    Tensor a = zeros({2, 3}, F32), b = zeros({3, 4}, F32), c = zeros({2, 4}, F32),
+           low = zeros({3, 4}, BF16);
     CHECK_THROWS_AS(gemm(c, a, true, b, false), Failure);
     CHECK_THROWS_AS(gemm(c, a, false, b, true), Failure);
     CHECK_THROWS_AS(gemm(a, a, false, b, false), Failure);
     CHECK_THROWS_AS(gemm(c, a, false, low, false), Failure);
-    CHECK_THROWS_AS(gemm(zeros({2, 2, 4}, F32), zeros({2, 2, 3}, F32), false, zeros({3, 3, 4}, F32), false), Failure);
+    CHECK_THROWS_AS(gemm(zeros({2, 2, 4}, F32), zeros({2, 2, 3}, F32), false, zeros({3, 3, 4}, F32),
+                         false),
+                    Failure);
     CHECK_THROWS_AS(matmul(a, a), Failure);
     CHECK_THROWS_AS(add(a, b), Failure);
     CHECK_THROWS_AS(reshape(a, {5}), Failure);
@@ -320,7 +360,7 @@ TEST_CASE_TEMPLATE("what does not fit fails", D, OnCPU, OnCUDA) {
     CHECK_THROWS_AS(backward(a), Failure);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 TEST_CASE("philox gives the published vectors") {  // Random123's kat_vectors
     struct Vector {
@@ -350,7 +390,8 @@ TEST_CASE_TEMPLATE("fill_normal", D, OnCPU, OnCUDA) {
     }
     CHECK(fabs(sum / n) < 5 / sqrt((double)n));  // five standard errors
     CHECK(squares / n == doctest::Approx(1).epsilon(5 * sqrt(2.0 / n)));
-    CHECK(fourth / n == doctest::Approx(2.85).epsilon(0.02));  // 3 - 6/5/8: eight uniform numbers are not quite normal
+    // 3 - 6/5/8: eight uniform numbers are not quite normal
+    CHECK(fourth / n == doctest::Approx(2.85).epsilon(0.02));
     CHECK(furthest > 3.5);
     CHECK(furthest <= 4.9);
     // An element depends on its index alone; other streams and seeds are other numbers.
@@ -379,7 +420,7 @@ TEST_CASE("random_int is uniform") {
     CHECK(random_int(1, 3, 4, 5) == 0);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 // Three layers x = relu(linear(x)) * x of [64,64], 16 KiB per activation.
 static Tensor three_layers(const Tensor& x, const Tensor& weight) {
@@ -391,7 +432,8 @@ TEST_CASE_TEMPLATE("backward frees the activations", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     clear_tape();
     const size_t one = 64 * 64 * sizeof(float);
-    Tensor x = normals({64, 64}, F32, 0), weight = require_gradient(normals({64, 64}, F32, 1, 0, 0.1f));
+    Tensor x = normals({64, 64}, F32, 0),
+           weight = require_gradient(normals({64, 64}, F32, 1, 0, 0.1f));
     three_layers(x, detached(weight));  // the first product allocates cuBLAS's workspace
     size_t before = memory_use(D::device).now;
     {
@@ -405,7 +447,8 @@ TEST_CASE_TEMPLATE("backward frees the activations", D, OnCPU, OnCUDA) {
     {
         Tensor loss = three_layers(x, weight);
         recorded = memory_use(D::device).now - before;
-        CHECK(recorded == 5 * one + sizeof(float));  // three relus, two products that the next layer reads, loss
+        // three relus, two products that the next layer reads, loss
+        CHECK(recorded == 5 * one + sizeof(float));
         backward(loss);
     }
     weight.gradient->value = Tensor();
@@ -433,7 +476,8 @@ TEST_CASE("what fails in the middle of backward leaves no tape and no uses") {
 }
 TEST_CASE("a checkpoint keeps its input alone, and runs again in backward") {
     begin_on(CPU);
-    Tensor p = require_gradient(from_floats({0.5, -1, 2}, {3}, F64)), x0 = from_floats({1, -2, 0.25}, {3}, F64);
+    Tensor p = require_gradient(from_floats({0.5, -1, 2}, {3}, F64)),
+           x0 = from_floats({1, -2, 0.25}, {3}, F64);
     int outer_calls = 0, inner_calls = 0;
     auto inner = [&](const Tensor& x) {
         inner_calls++;
@@ -447,7 +491,8 @@ TEST_CASE("a checkpoint keeps its input alone, and runs again in backward") {
     for (bool kept : {true, false}) {
         Tensor x = require_gradient(x0);
         p.gradient->value = Tensor();
-        Tensor y = kept ? outer(x, true) : checkpoint([&](const Tensor& x) { return outer(x, false); }, x);
+        Tensor y =
+            kept ? outer(x, true) : checkpoint([&](const Tensor& x) { return outer(x, false); }, x);
         backward_from(mul(y, p), from_floats({1, 2, -1}, {3}, F64));  // p's third use is outside
         if (kept) {
             wanted_dx = to_doubles(x.gradient->value), wanted_dp = to_doubles(p.gradient->value);
@@ -455,10 +500,12 @@ TEST_CASE("a checkpoint keeps its input alone, and runs again in backward") {
         } else {
             CHECK(to_doubles(x.gradient->value) == wanted_dx);
             for (int i = 0; i < 3; i++) {  // added up in another order
-                CHECK(to_doubles(p.gradient->value)[i] == doctest::Approx(wanted_dp[i]).epsilon(1e-14));
+                CHECK(to_doubles(p.gradient->value)[i] ==
+                      doctest::Approx(wanted_dp[i]).epsilon(1e-14));
             }
             CHECK(outer_calls == 2);
-            CHECK(inner_calls == 3);  // forward, backward's second run of the outer one, and its own
+            // forward, backward's second run of the outer one, and its own
+            CHECK(inner_calls == 3);
         }
     }
     Tensor same = require_gradient(x0);  // what a function returns may be what it was given
@@ -472,16 +519,22 @@ TEST_CASE("a checkpoint keeps its input alone, and runs again in backward") {
 }
 TEST_CASE("gemm: cuBLAS against the CPU") {
     if (!begin<OnCUDA>()) { return; }
-    for (auto [type, out] : {std::pair<DType, DType>{F32, F32}, {BF16, BF16}, {BF16, F32}, {F16, F16}}) {
+    for (auto [type, out] :
+         {std::pair<DType, DType>{F32, F32}, {BF16, BF16}, {BF16, F32}, {F16, F16}}) {
         for (auto [M, N, K] : {std::array<int64_t, 3>{65, 31, 136}, {768, 1000, 1024}}) {
             for (int order = 0; order < 3; order++) {
                 bool ta = order == 1, tb = order == 2;
-                Tensor a = empty(ta ? Shape{K, M} : Shape{M, K}, type), b = empty(tb ? Shape{N, K} : Shape{K, N}, type);
+                Tensor a = empty(ta ? Shape{K, M} : Shape{M, K}, type),
+                       b = empty(tb ? Shape{N, K} : Shape{K, N}, type);
                 fill_normal(a, 0, 1, 0, 1), fill_normal(b, 0, 2, 0, 1);
                 Tensor want = empty_on(CPU, {M, N}, F32), c = empty({M, N}, out);
                 gemm(want, to_device(a, CPU), ta, to_device(b, CPU), tb);
                 gemm(c, a, ta, b, tb);
-                Comparison result = compare(c, want, out == F32 ? 1e-4 : out == BF16 ? 8e-3 : 1e-3, 2e-3);
+                Comparison result = compare(c, want,
+                                            out == F32    ? 1e-4
+                                            : out == BF16 ? 8e-3
+                                                          : 1e-3,
+                                            2e-3);
                 CHECK_MESSAGE(result.ok(), to_string(result));
             }
         }
@@ -489,7 +542,8 @@ TEST_CASE("gemm: cuBLAS against the CPU") {
 }
 #ifdef __CUDACC__
 // A new handle of cuBLAS tries its kernels anew, and another one may win.
-TEST_CASE("gemm: whichever kernel cuBLAS finds the fastest, the bits are the same, and beta counts") {
+TEST_CASE(
+    "gemm: whichever kernel cuBLAS finds the fastest, the bits are the same, and beta counts") {
     if (!begin<OnCUDA>()) { return; }
     for (auto [type, out] : {std::pair<DType, DType>{BF16, BF16}, {BF16, F32}, {F16, F16}}) {
         for (auto [M, N, K] : {std::array<int64_t, 3>{1024, 2304, 768},
@@ -499,11 +553,13 @@ TEST_CASE("gemm: whichever kernel cuBLAS finds the fastest, the bits are the sam
                                {256, 512, 50000}}) {
             for (int order = 0; order < 3; order++) {
                 bool ta = order == 1, tb = order == 2;
-                Tensor a = empty(ta ? Shape{K, M} : Shape{M, K}, type), b = empty(tb ? Shape{N, K} : Shape{K, N}, type);
+                Tensor a = empty(ta ? Shape{K, M} : Shape{M, K}, type),
+                       b = empty(tb ? Shape{N, K} : Shape{K, N}, type);
                 fill_normal(a, 0, 1, 0, 1), fill_normal(b, 0, 2, 0, 1);
                 Tensor first = empty({M, N}, out), again = empty({M, N}, out);
                 for (int i = 0; i < 4; i++) {
-                    const Product p{matrix_of(i ? again : first), matrix_of(a), matrix_of(b), ta, tb, K, 1, 0};
+                    const Product p{
+                        matrix_of(i ? again : first), matrix_of(a), matrix_of(b), ta, tb, K, 1, 0};
                     const cublasHandle_t handle = new_cublas();
                     cublas_product(p, handle);
                     CUBLAS_CHECK(cublasDestroy(handle));
@@ -544,12 +600,16 @@ TEST_CASE_TEMPLATE("ops have autocast's dtypes", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     for (Precision precision : {PREC_BF16, PREC_FP16}) {
         context.precision = precision;
-        DType low = precision == PREC_BF16 ? BF16 : F16, other = precision == PREC_BF16 ? F16 : BF16;
+        DType low = precision == PREC_BF16 ? BF16 : F16,
+              other = precision == PREC_BF16 ? F16 : BF16;
         Tensor a = normals({4, 4}, low, 0, 2, 0.3f), wide = normals({4, 4}, F32, 1);
-        for (const Tensor& y : {exp(a), log(a), square(a), rsqrt(a), sum_last(a)}) { CHECK(y.dtype == F32); }
-        for (const Tensor& y : {mean_last(a), mean_all(a), max_last(a), sigmoid(a), sqrt(a), relu(a), scale(a, 2),
-                                add_scalar(a, 1), reshape(a, {16}), transpose(a, 0, 1), slice_last(a, 0, 2),
-                                interleave_last(a, a), gather_rows(a, arange(2)), pick_last(a, arange(4)), add(a, a)}) {
+        for (const Tensor& y : {exp(a), log(a), square(a), rsqrt(a), sum_last(a)}) {
+            CHECK(y.dtype == F32);
+        }
+        for (const Tensor& y : {mean_last(a), mean_all(a), max_last(a), sigmoid(a), sqrt(a),
+                                relu(a), scale(a, 2), add_scalar(a, 1), reshape(a, {16}),
+                                transpose(a, 0, 1), slice_last(a, 0, 2), interleave_last(a, a),
+                                gather_rows(a, arange(2)), pick_last(a, arange(4)), add(a, a)}) {
             CHECK(y.dtype == low);
         }
         for (auto f : {add, sub, mul, div}) {
@@ -557,7 +617,8 @@ TEST_CASE_TEMPLATE("ops have autocast's dtypes", D, OnCPU, OnCUDA) {
             CHECK(f(wide, a).dtype == F32);
             CHECK(f(a, cast(wide, other)).dtype == F32);  // neither of the two holds the other
         }
-        for (const Tensor& y : {matmul(wide, wide), matmul(a, wide), linear(wide, wide), linear(a, a)}) {
+        for (const Tensor& y :
+             {matmul(wide, wide), matmul(a, wide), linear(wide, wide), linear(a, a)}) {
             CHECK(y.dtype == low);
         }
         CHECK(greater_equal(a, a).dtype == U8);
@@ -592,9 +653,11 @@ TEST_CASE_TEMPLATE("autocast copies a parameter once", D, OnCPU, OnCUDA) {
         clear_tape();
         CHECK(memory_use(D::device).now_by[WEIGHT_COPIES] == before);
         {
-            NoGrad no_grad;  // eager keeps the copy until it is dropped, as torch.autocast does; fused does not
+            // eager keeps the copy until it is dropped, as torch.autocast does; fused does not
+            NoGrad no_grad;
             linear(x, weight);
-            CHECK(memory_use(D::device).now_by[WEIGHT_COPIES] - before == (mode == EAGER ? 64 * 2 : 0));
+            CHECK(memory_use(D::device).now_by[WEIGHT_COPIES] - before ==
+                  (mode == EAGER ? 64 * 2 : 0));
         }
         run();  // and a copy made without gradient does not serve a pass with one
         check_close(weight.gradient->value, want, 0, 0.03 * largest(want));
@@ -630,12 +693,14 @@ TEST_CASE("compare is safe against NaN and infinities") {
 
 TEST_CASE_TEMPLATE("five runs give the same bits", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    Tensor table = normals({7, 65}, F32, 0), row = normals({65}, F32, 1), weight = normals({65, 65}, F32, 2);
+    Tensor table = normals({7, 65}, F32, 0), row = normals({65}, F32, 1),
+           weight = normals({65, 65}, F32, 2);
     auto run = [&](Tensor* y) {
         return gradients(
             {table, row, weight},
             [](X x) {
-                Tensor h = add(gather_rows(x[0], some_indices({2000}, 7)), x[1]);  // backward: rows, column sums
+                // backward: rows, column sums
+                Tensor h = add(gather_rows(x[0], some_indices({2000}, 7)), x[1]);
                 return Tensors{add(sum_last(linear(h, x[2])), mean_all(h))};
             },
             y);
