@@ -2,6 +2,174 @@
 #include "cs336.h"
 
 // -------------------------------------------------------------------------------------------------
+// What ranks tell each other
+static bool everywhere(const Communicator& c, bool mine) {
+    const std::vector<char> all = gather<char>(c, {mine});
+    return std::count(all.begin(), all.end(), false) == 0;
+}
+double mean_over_ranks(const Communicator& c, double mine) {
+    double mean = 0;
+    for (double of_rank : gather<double>(c, {mine})) { mean += of_rank / c.world; }
+    return mean;
+}
+size_t room_of_each_rank(const Communicator& c) {
+    const int gpus = std::max(1, c.local_gpus);
+    const size_t sharing =
+        context.device == CUDA ? (c.local_world + gpus - 1) / gpus : c.local_world;
+    const std::vector<size_t> all = gather<size_t>(c, {available_memory(context.device) / sharing});
+    return *std::min_element(all.begin(), all.end());
+}
+
+static std::string ranks(int n) { return counted(n, "rank"); }
+
+// -------------------------------------------------------------------------------------------------
+// distributed_communication_single_node. With n ranks, an all-reduce of S bytes that takes t has,
+// as nccl-tests define it, a busbw of S/t 2(n-1)/n: what each link of a ring carries, whatever n
+// is. MB = 1e6 bytes, GB = 1e9.
+
+struct AllReduceGroup {  // of ranks that reduce tensors of all sizes
+    bool nccl;           // on GPUs; else Gloo, on the CPU
+    int ranks;
+    double ms[4];  // by size: the median of all steps and ranks; NAN where it did not fit
+};
+static const double SIZES_MB[] = {1, 10, 100, 1000};
+static int sizes(const Options& o) { return o.quick ? 2 : 4; }
+// On a rank's device; the CPU has what is compared with the sums, too: floats twice, and doubles.
+static size_t bytes_of(const AllReduceGroup& g, int size) {
+    return (size_t)(SIZES_MB[size] * 1e6) * (g.nccl ? 1 : 5);
+}
+static double ring(int n) { return 2.0 * (n - 1) / n; }
+
+// The median of all ranks and steps, in ms, of an all-reduce of n fp32 numbers.
+static double time_all_reduce(const Communicator& c, int64_t n, int warmup, int steps) {
+    std::vector<float> values(n);
+    for (int64_t i = 0; i < n; i++) { values[i] = (float)(i % 1000 + c.rank); }
+    const Tensor t = from_floats(values, {n});
+    wait(c, all_reduce(c, t, SUM));
+    for (float& x : values) { x = c.world * (x - c.rank) + c.world * (c.world - 1) / 2; }
+    if (!everywhere(c, to_floats(t) == values)) {
+        fail("all-reduce over %s: wrong sums", c.backend.c_str());
+    }
+    scale_in_place(t, 1e-20f);  // each further sum multiplies by up to the number of ranks
+    std::vector<double> mine;
+    for (int i = 0; i < warmup + steps; i++) {
+        barrier(c);
+        double start = now_ms();
+        wait(c, all_reduce(c, t, SUM));
+        synchronize();
+        if (i >= warmup) { mine.push_back(now_ms() - start); }
+    }
+    return stats_of(gather(c, mine)).median;
+}
+
+// groups: by backend, then by ranks.
+static void answer_distributed_communication_single_node(const std::vector<AllReduceGroup>& groups,
+                                                         int sizes) {
+    const double mb = SIZES_MB[sizes - 1];
+    const AllReduceGroup *first[2] = {}, *before = nullptr;  // of Gloo, of NCCL
+    for (const AllReduceGroup& g : groups) {
+        const char* who = g.nccl ? "NCCL" : "Gloo";
+        const double small = g.ms[0], large = g.ms[sizes - 1];
+        if (std::isnan(large)) { continue; }
+        if (!first[g.nccl]) {
+            first[g.nccl] = &g;
+            answer(
+                "size",
+                "%s: %s with %s takes %.4g ms for %g MB, %.0f times as long as for 1 MB (%.3g ms).",
+                large / small < 0.8 * mb
+                    ? "Latency limits the small tensor, bandwidth the large one"
+                    : "Bandwidth limits both",
+                who, ranks(g.ranks).c_str(), large, mb, large / small, small);
+        } else {
+            answer(
+                "ranks",
+                "From %d to %d ranks %s takes %.2f times as long for %g MB (a ring: %.2f times).",
+                before->ranks, g.ranks, who, large / before->ms[sizes - 1], mb,
+                ring(g.ranks) / ring(before->ranks));
+        }
+        before = &g;
+    }
+    if (first[0] && first[1]) {
+        auto times = [&](int size) { return first[0]->ms[size] / first[1]->ms[size]; };
+        answer("backend",
+               "With %d ranks Gloo takes %.1f times as long as NCCL for 1 MB, and %.1f times for "
+               "%g MB.",
+               first[0]->ranks, times(0), times(sizes - 1), mb);
+    }
+}
+
+static void print_all_reduces(const Options& o, const std::vector<AllReduceGroup>& groups) {
+    Table table{strprintf("%s: all-reduce, float32, sums checked; median of all ranks and %s, a "
+                          "barrier before each, after %s; busbw: algbw 2(n-1)/n",
+                          o.command.c_str(), counted(o.steps, "step").c_str(),
+                          counted(o.warmup[0], "warm-up").c_str()),
+                {"Backend", "Device", "Ranks", "Tensor Size (MB)", "median ms", "algbw (GB/s)",
+                 "busbw (GB/s)"}};
+    for (const AllReduceGroup& g : groups) {
+        for (int i = 0; i < sizes(o); i++) {
+            const double rate = SIZES_MB[i] / g.ms[i];  // MB per ms are GB/s
+            const std::string ms =
+                std::isnan(rate) ? oom_cell(bytes_of(g, i)) : strprintf("%.3f", g.ms[i]);
+            table.row(g.nccl ? "nccl" : "gloo", g.nccl ? "cuda" : "cpu", g.ranks, SIZES_MB[i], ms,
+                      rate, rate * ring(g.ranks));
+        }
+    }
+    print(table);
+    answer_distributed_communication_single_node(groups, sizes(o));
+}
+
+// The handout's groups are this command again, with --nproc and --backend. Rank 0 of each adds what
+// it found to the file whose descriptor is in RESULTS.
+static const char* const RESULTS = "CS336_RESULTS";
+
+static void run_as_rank(const Communicator& c, const Options& o) {
+    if (c.world == 1) { usage_error("--nproc: got 1, takes 2 or more: one rank sends nothing"); }
+    AllReduceGroup g{c.backend == "nccl", c.world, {}};
+    for (int i = 0; i < sizes(o); i++) {
+        const bool fits = bytes_of(g, i) <= room_of_each_rank(c);
+        const int64_t n = (int64_t)(SIZES_MB[i] * 1e6 / 4);
+        g.ms[i] = fits ? time_all_reduce(c, n, o.warmup[0], o.steps) : NAN;
+    }
+    if (c.rank > 0) { return; }
+    if (!getenv(RESULTS)) { return print_all_reduces(o, {g}); }
+    if (write(atoi(getenv(RESULTS)), &g, sizeof g) != sizeof g) {
+        fail("%s: %s", RESULTS, strerror(errno));
+    }
+}
+int cmd_distributed_communication_single_node(const Options& o) {
+    if (is_rank() || o.has("nproc") || o.has("backend")) {  // one group
+        return run_ranks(o, [&](const Communicator& c) { run_as_rank(c, o); });
+    }
+    FILE* results = tmpfile();
+    if (!results) { fail("tmpfile: %s", strerror(errno)); }
+    setenv(RESULTS, std::to_string(fileno(results)).c_str(), true);
+    std::vector<std::string> missing;
+    for (auto [backend, device] : {std::pair("gloo", CPU), {"nccl", CUDA}}) {
+        if (o.device == (device == CPU ? "cuda" : "cpu")) { continue; }
+        for (int n : {2, 4, 6}) {
+            const std::string why = why_not(backend, device, n);
+            if (!why.empty()) {
+                missing.push_back(strprintf("%s from %d ranks on (%s)", backend, n, why.c_str()));
+                break;
+            }
+            progress("all-reduce: %s, %d ranks", backend, n);
+            std::vector<std::string> words = o.command_line;
+            words.insert(words.end(), {"--nproc", std::to_string(n), "--backend", backend});
+            if (const int code = launch_ranks(n, words, o.timeout)) { return code; }
+        }
+    }
+    std::vector<AllReduceGroup> groups;
+    AllReduceGroup group;
+    for (rewind(results); fread(&group, sizeof group, 1, results) == 1;) {
+        groups.push_back(group);
+    }
+    context.device = cuda_devices() > 0 && o.device != "cpu" ? CUDA : CPU;
+    print_all_reduces(o, groups);
+    if (!missing.empty()) { answer("", "Not measured: %s.", list_of(missing).c_str()); }
+    return groups.empty();
+}
+
+// -------------------------------------------------------------------------------------------------
 // Data parallel. The four ways differ in two things: how the flat gradients are cut into buckets,
 // and whether a bucket goes as soon as backward has finished it or after all of backward. The
 // gradients lie in one buffer, in the order in which backward finishes them. So buckets are ranges
@@ -210,173 +378,6 @@ Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding, c
     attach(t, {c, sharding});
     add_parameter_group(*t.sharded, {t.model.weights, t.model.gradients, adamw});
     return t;
-}
-
-// What ranks tell each other
-static bool everywhere(const Communicator& c, bool mine) {
-    const std::vector<char> all = gather<char>(c, {mine});
-    return std::count(all.begin(), all.end(), false) == 0;
-}
-double mean_over_ranks(const Communicator& c, double mine) {
-    double mean = 0;
-    for (double of_rank : gather<double>(c, {mine})) { mean += of_rank / c.world; }
-    return mean;
-}
-size_t room_of_each_rank(const Communicator& c) {
-    const int gpus = std::max(1, c.local_gpus);
-    const size_t sharing =
-        context.device == CUDA ? (c.local_world + gpus - 1) / gpus : c.local_world;
-    const std::vector<size_t> all = gather<size_t>(c, {available_memory(context.device) / sharing});
-    return *std::min_element(all.begin(), all.end());
-}
-
-static std::string ranks(int n) { return counted(n, "rank"); }
-
-// -------------------------------------------------------------------------------------------------
-// distributed_communication_single_node. With n ranks, an all-reduce of S bytes that takes t has,
-// as nccl-tests define it, a busbw of S/t 2(n-1)/n: what each link of a ring carries, whatever n
-// is. MB = 1e6 bytes, GB = 1e9.
-
-struct AllReduceGroup {  // of ranks that reduce tensors of all sizes
-    bool nccl;           // on GPUs; else Gloo, on the CPU
-    int ranks;
-    double ms[4];  // by size: the median of all steps and ranks; NAN where it did not fit
-};
-static const double SIZES_MB[] = {1, 10, 100, 1000};
-static int sizes(const Options& o) { return o.quick ? 2 : 4; }
-// On a rank's device; the CPU has what is compared with the sums, too: floats twice, and doubles.
-static size_t bytes_of(const AllReduceGroup& g, int size) {
-    return (size_t)(SIZES_MB[size] * 1e6) * (g.nccl ? 1 : 5);
-}
-static double ring(int n) { return 2.0 * (n - 1) / n; }
-
-// The median of all ranks and steps, in ms, of an all-reduce of n fp32 numbers.
-static double time_all_reduce(const Communicator& c, int64_t n, int warmup, int steps) {
-    std::vector<float> values(n);
-    for (int64_t i = 0; i < n; i++) { values[i] = (float)(i % 1000 + c.rank); }
-    const Tensor t = from_floats(values, {n});
-    wait(c, all_reduce(c, t, SUM));
-    for (float& x : values) { x = c.world * (x - c.rank) + c.world * (c.world - 1) / 2; }
-    if (!everywhere(c, to_floats(t) == values)) {
-        fail("all-reduce over %s: wrong sums", c.backend.c_str());
-    }
-    scale_in_place(t, 1e-20f);  // each further sum multiplies by up to the number of ranks
-    std::vector<double> mine;
-    for (int i = 0; i < warmup + steps; i++) {
-        barrier(c);
-        double start = now_ms();
-        wait(c, all_reduce(c, t, SUM));
-        synchronize();
-        if (i >= warmup) { mine.push_back(now_ms() - start); }
-    }
-    return stats_of(gather(c, mine)).median;
-}
-
-// groups: by backend, then by ranks.
-static void answer_distributed_communication_single_node(const std::vector<AllReduceGroup>& groups,
-                                                         int sizes) {
-    const double mb = SIZES_MB[sizes - 1];
-    const AllReduceGroup *first[2] = {}, *before = nullptr;  // of Gloo, of NCCL
-    for (const AllReduceGroup& g : groups) {
-        const char* who = g.nccl ? "NCCL" : "Gloo";
-        const double small = g.ms[0], large = g.ms[sizes - 1];
-        if (std::isnan(large)) { continue; }
-        if (!first[g.nccl]) {
-            first[g.nccl] = &g;
-            answer(
-                "size",
-                "%s: %s with %s takes %.4g ms for %g MB, %.0f times as long as for 1 MB (%.3g ms).",
-                large / small < 0.8 * mb
-                    ? "Latency limits the small tensor, bandwidth the large one"
-                    : "Bandwidth limits both",
-                who, ranks(g.ranks).c_str(), large, mb, large / small, small);
-        } else {
-            answer(
-                "ranks",
-                "From %d to %d ranks %s takes %.2f times as long for %g MB (a ring: %.2f times).",
-                before->ranks, g.ranks, who, large / before->ms[sizes - 1], mb,
-                ring(g.ranks) / ring(before->ranks));
-        }
-        before = &g;
-    }
-    if (first[0] && first[1]) {
-        auto times = [&](int size) { return first[0]->ms[size] / first[1]->ms[size]; };
-        answer("backend",
-               "With %d ranks Gloo takes %.1f times as long as NCCL for 1 MB, and %.1f times for "
-               "%g MB.",
-               first[0]->ranks, times(0), times(sizes - 1), mb);
-    }
-}
-
-static void print_all_reduces(const Options& o, const std::vector<AllReduceGroup>& groups) {
-    Table table{strprintf("%s: all-reduce, float32, sums checked; median of all ranks and %s, a "
-                          "barrier before each, after %s; busbw: algbw 2(n-1)/n",
-                          o.command.c_str(), counted(o.steps, "step").c_str(),
-                          counted(o.warmup[0], "warm-up").c_str()),
-                {"Backend", "Device", "Ranks", "Tensor Size (MB)", "median ms", "algbw (GB/s)",
-                 "busbw (GB/s)"}};
-    for (const AllReduceGroup& g : groups) {
-        for (int i = 0; i < sizes(o); i++) {
-            const double rate = SIZES_MB[i] / g.ms[i];  // MB per ms are GB/s
-            const std::string ms =
-                std::isnan(rate) ? oom_cell(bytes_of(g, i)) : strprintf("%.3f", g.ms[i]);
-            table.row(g.nccl ? "nccl" : "gloo", g.nccl ? "cuda" : "cpu", g.ranks, SIZES_MB[i], ms,
-                      rate, rate * ring(g.ranks));
-        }
-    }
-    print(table);
-    answer_distributed_communication_single_node(groups, sizes(o));
-}
-
-// The handout's groups are this command again, with --nproc and --backend. Rank 0 of each adds what
-// it found to the file whose descriptor is in RESULTS.
-static const char* const RESULTS = "CS336_RESULTS";
-
-static void run_as_rank(const Communicator& c, const Options& o) {
-    if (c.world == 1) { usage_error("--nproc: got 1, takes 2 or more: one rank sends nothing"); }
-    AllReduceGroup g{c.backend == "nccl", c.world, {}};
-    for (int i = 0; i < sizes(o); i++) {
-        const bool fits = bytes_of(g, i) <= room_of_each_rank(c);
-        const int64_t n = (int64_t)(SIZES_MB[i] * 1e6 / 4);
-        g.ms[i] = fits ? time_all_reduce(c, n, o.warmup[0], o.steps) : NAN;
-    }
-    if (c.rank > 0) { return; }
-    if (!getenv(RESULTS)) { return print_all_reduces(o, {g}); }
-    if (write(atoi(getenv(RESULTS)), &g, sizeof g) != sizeof g) {
-        fail("%s: %s", RESULTS, strerror(errno));
-    }
-}
-int cmd_distributed_communication_single_node(const Options& o) {
-    if (is_rank() || o.has("nproc") || o.has("backend")) {  // one group
-        return run_ranks(o, [&](const Communicator& c) { run_as_rank(c, o); });
-    }
-    FILE* results = tmpfile();
-    if (!results) { fail("tmpfile: %s", strerror(errno)); }
-    setenv(RESULTS, std::to_string(fileno(results)).c_str(), true);
-    std::vector<std::string> missing;
-    for (auto [backend, device] : {std::pair("gloo", CPU), {"nccl", CUDA}}) {
-        if (o.device == (device == CPU ? "cuda" : "cpu")) { continue; }
-        for (int n : {2, 4, 6}) {
-            const std::string why = why_not(backend, device, n);
-            if (!why.empty()) {
-                missing.push_back(strprintf("%s from %d ranks on (%s)", backend, n, why.c_str()));
-                break;
-            }
-            progress("all-reduce: %s, %d ranks", backend, n);
-            std::vector<std::string> words = o.command_line;
-            words.insert(words.end(), {"--nproc", std::to_string(n), "--backend", backend});
-            if (const int code = launch_ranks(n, words, o.timeout)) { return code; }
-        }
-    }
-    std::vector<AllReduceGroup> groups;
-    AllReduceGroup group;
-    for (rewind(results); fread(&group, sizeof group, 1, results) == 1;) {
-        groups.push_back(group);
-    }
-    context.device = cuda_devices() > 0 && o.device != "cpu" ? CUDA : CPU;
-    print_all_reduces(o, groups);
-    if (!missing.empty()) { answer("", "Not measured: %s.", list_of(missing).c_str()); }
-    return groups.empty();
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -915,6 +916,82 @@ int cmd_ddp_bucketed_benchmarking(const Options& o) {
 }
 
 // -------------------------------------------------------------------------------------------------
+// Section 2.4, communication_accounting: the handout's XXL model, L blocks of two Linear layers D x
+// F and F x D, whose 2 D F L = P parameters take 16 P bytes with their gradients and AdamW's
+// moments, in fp32. A: all activations that a device's tokens save; every second layer's are
+// sharded, like the weights, the rest is not. C: FLOP/s of a chip; W: bytes/s of a link; X chips
+// share the FSDP axis with M_X links, Y the TP axis with M_Y. Forward of one block of B tokens:
+// T_math = 4 B D F / (X Y C); gather of the weights T_FSDP = 4 D F / (Y W M_X); all-reduce of the
+// activations T_TP = 4 B D / (X W M_Y).
+
+static const double GB = 1e9;
+static const double GPU_GB = 80, CHIP_GB = 95;  // the memory of a GPU in (a), of a chip in (b)
+// mesh axes, so links, of the FSDP and of the TP traffic
+static const double M_X = 2, M_Y = 1;
+
+int cmd_communication_accounting(const Options& o) {
+    const double D = o.d_model, F = o.d_ff, L = o.num_layers, P = 2 * D * F * L,
+                 per_token = 2 * L * (D + F);
+    const double X = o.fsdp, Y = o.tp, N = X * Y, alpha = o.tflops * 1e12 / (o.bandwidth_gb * GB);
+    const double most_Y = M_Y * F / alpha;
+    if (Y >= most_Y) {
+        usage_error("--tp: got %g; no batch is compute bound from M_Y F W / C = %.1f on", Y,
+                    most_Y);
+    }
+    const double too_many = ceil(CHIP_GB * GB / (per_token / 2));  // tokens
+    if (o.tokens >= too_many) {
+        usage_error("--tokens: got %d, takes fewer than %.0f", o.tokens, too_many);
+    }
+    answer("", "communication_accounting; %s", origin().c_str());
+    // the least N with (16 P + A/2) / N + A/2 < a chip's memory
+    auto least_devices = [&](double A) {
+        return floor((16 * P + A / 2) / (CHIP_GB * GB - A / 2)) + 1;
+    };
+    answer("a",
+           "P = 2 D F L = 2 x %g x %g x %g = %.4g parameters take 4 P = %.1f GB in fp32. With "
+           "gradients and AdamW's two moments they take 16 P = %.1f GB, the memory of %.1f / %g = "
+           "%.2f, so %.0f GPUs. Backward saves 2 L (D + F) = 2 x %g x (%g + %g) = %.4g MB per "
+           "token in bf16.",
+           D, F, L, P, 4 * P / GB, 16 * P / GB, 16 * P / GB, GPU_GB, 16 * P / GB / GPU_GB,
+           ceil(16 * P / GB / GPU_GB), L, D, F, per_token / 1e6);
+    answer("b",
+           "A device holds (16 P + A/2) / N + A/2 bytes, where A is what its tokens save for "
+           "backward, half of it sharded. Without activations that is below %g GB from N = %.0f "
+           "devices on; with %d tokens per device, from N = %.0f on. No N is enough from %g GB / "
+           "(%.4g MB / 2) = %.0f tokens per device on, because A/2 alone fills the memory.",
+           CHIP_GB, least_devices(0), o.tokens, least_devices(per_token * o.tokens), CHIP_GB,
+           per_token / 1e6, too_many);
+    // T_math = T_FSDP + T_TP
+    const double overlapped = alpha * X / M_X, B = overlapped / (1 - Y / most_Y);
+    answer("c",
+           "alpha = C / W = %g TFLOP/s / %g GB/s = %.1f FLOP per byte. Forward is compute bound "
+           "from B = (alpha X / M_X) / (1 - alpha Y / (M_Y F)) = (%.1f x %g / %g) / (1 - %.1f x %g "
+           "/ (%g x %g)) = %.0f tokens overall, %.1f per chip. There FSDP's gathers and TP's "
+           "all-reduces take turns. If both axes communicate at once, alpha X / M_X = %.0f tokens "
+           "(%.1f per chip) are enough, with Y below M_Y F / alpha = %.1f.",
+           o.tflops, o.bandwidth_gb, alpha, alpha, X, M_X, alpha, Y, M_Y, F, ceil(B), B / N,
+           ceil(overlapped), overlapped / N, most_Y);
+    double least = INFINITY, best_X = 0;  // tokens per chip, of the splits into whole numbers
+    for (double x = 1; x <= N; x++) {
+        const double y = N / x, tokens = alpha * x / M_X / (1 - y / most_Y) / N;
+        if (y == floor(y) && y < most_Y && tokens < least) { least = tokens, best_X = x; }
+    }
+    // In turn, B(X) = (alpha X / M_X) / (1 - alpha N / (X M_Y F)) is least where TP takes half of
+    // the time.
+    const double per_chip = 4 * alpha * alpha / (M_X * M_Y * F);
+    answer("d",
+           "Choose the split: the least batch of %g chips is %.1f tokens per chip, with (X, Y) = "
+           "(%g, %g). It would be 4 alpha^2 / (M_X M_Y F) = 4 x %.1f^2 / (%g x %g x %g) = %.1f, if "
+           "X could be 2 alpha N / (M_Y F) = %.1f. Communication on both axes at once divides that "
+           "by 4: alpha^2 / (M_X M_Y F) = %.1f. Fewer bytes (8-bit weights halve alpha X / M_X), "
+           "more links per axis and pipeline stages lower it further. Gradient accumulation does "
+           "not: each micro-batch gathers the weights.",
+           N, least, best_X, N / best_X, alpha, M_X, M_Y, F, per_chip, 2 * N / most_Y,
+           per_chip / 4);
+    return 0;
+}
+
+// -------------------------------------------------------------------------------------------------
 // optimizer_state_sharding_accounting: peak memory in three stretches of a first step; the time of
 // later ones
 
@@ -1015,80 +1092,4 @@ int cmd_optimizer_state_sharding_accounting(const Options& asked) {
             answer_optimizer_state_sharding_accounting(runs, c.world);
         }
     });
-}
-
-// -------------------------------------------------------------------------------------------------
-// Section 2.4, communication_accounting: the handout's XXL model, L blocks of two Linear layers D x
-// F and F x D, whose 2 D F L = P parameters take 16 P bytes with their gradients and AdamW's
-// moments, in fp32. A: all activations that a device's tokens save; every second layer's are
-// sharded, like the weights, the rest is not. C: FLOP/s of a chip; W: bytes/s of a link; X chips
-// share the FSDP axis with M_X links, Y the TP axis with M_Y. Forward of one block of B tokens:
-// T_math = 4 B D F / (X Y C); gather of the weights T_FSDP = 4 D F / (Y W M_X); all-reduce of the
-// activations T_TP = 4 B D / (X W M_Y).
-
-static const double GB = 1e9;
-static const double GPU_GB = 80, CHIP_GB = 95;  // the memory of a GPU in (a), of a chip in (b)
-// mesh axes, so links, of the FSDP and of the TP traffic
-static const double M_X = 2, M_Y = 1;
-
-int cmd_communication_accounting(const Options& o) {
-    const double D = o.d_model, F = o.d_ff, L = o.num_layers, P = 2 * D * F * L,
-                 per_token = 2 * L * (D + F);
-    const double X = o.fsdp, Y = o.tp, N = X * Y, alpha = o.tflops * 1e12 / (o.bandwidth_gb * GB);
-    const double most_Y = M_Y * F / alpha;
-    if (Y >= most_Y) {
-        usage_error("--tp: got %g; no batch is compute bound from M_Y F W / C = %.1f on", Y,
-                    most_Y);
-    }
-    const double too_many = ceil(CHIP_GB * GB / (per_token / 2));  // tokens
-    if (o.tokens >= too_many) {
-        usage_error("--tokens: got %d, takes fewer than %.0f", o.tokens, too_many);
-    }
-    answer("", "communication_accounting; %s", origin().c_str());
-    // the least N with (16 P + A/2) / N + A/2 < a chip's memory
-    auto least_devices = [&](double A) {
-        return floor((16 * P + A / 2) / (CHIP_GB * GB - A / 2)) + 1;
-    };
-    answer("a",
-           "P = 2 D F L = 2 x %g x %g x %g = %.4g parameters take 4 P = %.1f GB in fp32. With "
-           "gradients and AdamW's two moments they take 16 P = %.1f GB, the memory of %.1f / %g = "
-           "%.2f, so %.0f GPUs. Backward saves 2 L (D + F) = 2 x %g x (%g + %g) = %.4g MB per "
-           "token in bf16.",
-           D, F, L, P, 4 * P / GB, 16 * P / GB, 16 * P / GB, GPU_GB, 16 * P / GB / GPU_GB,
-           ceil(16 * P / GB / GPU_GB), L, D, F, per_token / 1e6);
-    answer("b",
-           "A device holds (16 P + A/2) / N + A/2 bytes, where A is what its tokens save for "
-           "backward, half of it sharded. Without activations that is below %g GB from N = %.0f "
-           "devices on; with %d tokens per device, from N = %.0f on. No N is enough from %g GB / "
-           "(%.4g MB / 2) = %.0f tokens per device on, because A/2 alone fills the memory.",
-           CHIP_GB, least_devices(0), o.tokens, least_devices(per_token * o.tokens), CHIP_GB,
-           per_token / 1e6, too_many);
-    // T_math = T_FSDP + T_TP
-    const double overlapped = alpha * X / M_X, B = overlapped / (1 - Y / most_Y);
-    answer("c",
-           "alpha = C / W = %g TFLOP/s / %g GB/s = %.1f FLOP per byte. Forward is compute bound "
-           "from B = (alpha X / M_X) / (1 - alpha Y / (M_Y F)) = (%.1f x %g / %g) / (1 - %.1f x %g "
-           "/ (%g x %g)) = %.0f tokens overall, %.1f per chip. There FSDP's gathers and TP's "
-           "all-reduces take turns. If both axes communicate at once, alpha X / M_X = %.0f tokens "
-           "(%.1f per chip) are enough, with Y below M_Y F / alpha = %.1f.",
-           o.tflops, o.bandwidth_gb, alpha, alpha, X, M_X, alpha, Y, M_Y, F, ceil(B), B / N,
-           ceil(overlapped), overlapped / N, most_Y);
-    double least = INFINITY, best_X = 0;  // tokens per chip, of the splits into whole numbers
-    for (double x = 1; x <= N; x++) {
-        const double y = N / x, tokens = alpha * x / M_X / (1 - y / most_Y) / N;
-        if (y == floor(y) && y < most_Y && tokens < least) { least = tokens, best_X = x; }
-    }
-    // In turn, B(X) = (alpha X / M_X) / (1 - alpha N / (X M_Y F)) is least where TP takes half of
-    // the time.
-    const double per_chip = 4 * alpha * alpha / (M_X * M_Y * F);
-    answer("d",
-           "Choose the split: the least batch of %g chips is %.1f tokens per chip, with (X, Y) = "
-           "(%g, %g). It would be 4 alpha^2 / (M_X M_Y F) = 4 x %.1f^2 / (%g x %g x %g) = %.1f, if "
-           "X could be 2 alpha N / (M_Y F) = %.1f. Communication on both axes at once divides that "
-           "by 4: alpha^2 / (M_X M_Y F) = %.1f. Fewer bytes (8-bit weights halve alpha X / M_X), "
-           "more links per axis and pipeline stages lower it further. Gradient accumulation does "
-           "not: each micro-batch gathers the weights.",
-           N, least, best_X, N / best_X, alpha, M_X, M_Y, F, per_chip, 2 * N / most_Y,
-           per_chip / 4);
-    return 0;
 }
