@@ -1,8 +1,9 @@
 // cs336.h: the map. What crosses the files of this folder; what lib/ offers is in lib/lib.h.
 //   precision.cu  section 1.1.5: fp16 and bf16, sums, what autocast does, loss scaling
 //   layers.cu     the Transformer's ops, each as formula, loop and kernel
-//   attention.cu  sections 1.2 and 1.3: attention by its definition and by tiles, all
-//                 implementations in one table
+//   attention.cu  1.2.1, 1.3 and 1.3.1: attention by its definition, with a fused softmax, and how
+//                 both are timed; weighted_sum
+//   flash.cu      1.3.2 and 1.3.3: FlashAttention by tiles, its checks and its speed
 //   model.cu      the Transformer LM, AdamW, a training step; 1.1.3, 1.3 (b), gradient
 //                 checkpointing, `train`, `model`
 //   profile.cu    sections 1.1.4 and 1.1.6: which kernels a step spends its time in, where its
@@ -131,6 +132,48 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal)
 // Causal, for the model in mode flash: q, k and v side by side in qkv [B,T,3C] -> [B,T,C], read and
 // written in place of transposes by strides.
 Tensor flash_self_attention(const Tensor& qkv, int H);
+
+// What experiments measure of the rows of the table.
+struct AttentionCase {
+    int B, H, Tq, Tk, D;
+    bool causal;
+};
+struct PassTimes {  // ms
+    Stats forward{}, backward{}, both{};
+    size_t held = 0;  // bytes when backward starts: inputs, and what the forward saved
+    size_t oom = 0;   // bytes, where it did not fit
+};
+using PassTime = Stats PassTimes::*;  // one of the three
+struct AttentionRun {
+    int S, D;
+    DType dtype;
+    PassTimes naive{}, other{};  // other: fused in torch_compile, flash in flash_benchmarking
+};
+struct Effort {
+    int n;                      // runs, after 3 others; 0: by time
+    double warmup = 0, ms = 0;  // at least 1 and 3 runs; both passes together are timed, too
+    Stats time(const std::function<void()>& prepare, const std::function<void()>& f) const {
+        if (n > 0) { return stats_of(time_queued_ms(3, n, prepare, f)); }
+        const double once = time_queued_ms(1, 1, prepare, f)[0];
+        auto runs = [&](double ms, int least) { return std::clamp((int)(ms / once), least, 5000); };
+        return stats_of(time_queued_ms(runs(warmup, 1), runs(ms, 3), prepare, f));
+    }
+};
+// normal, on context.device, with a dO
+AttentionTensors random_inputs(const AttentionCase& c, DType dtype, uint64_t seed);
+void run_pass(void (*pass)(const AttentionTensors&), const AttentionTensors& t);
+// O, L and, if there is a dO, dQ, dK, dV.
+std::vector<Tensor> outputs_of(const AttentionImpl& impl, const AttentionTensors& in);
+// On context.device. auto: the fastest with tiles, or else fused.
+const AttentionImpl& impl_named(const std::string& name, DType dtype = F32, int64_t D = 64);
+PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, DType dtype,
+                     const Effort& e);
+std::string ms(const PassTimes& t, PassTime p);
+std::string speedup(const AttentionRun& r, PassTime p);
+std::string compared(const std::vector<AttentionRun>& runs, PassTime p, DType dtype = F32);
+// Naive and another implementation (null: naive alone) at each head size and length.
+std::vector<AttentionRun> time_all(const AttentionImpl* other, int B, bool causal, DType dtype,
+                                   const std::vector<int>& lengths, const Effort& effort);
 
 // -------------------------------------------------------------------------------------------------
 // model.cu: the handout's Transformer LM (pre-norm, RMSNorm, RoPE, SwiGLU, no biases, untied head).
@@ -468,9 +511,11 @@ RunCommand cmd_gradient_checkpointing, cmd_model, cmd_train;
 // profile.cu
 RunCommand cmd_nsys_profile, cmd_memory_profiling;
 // attention.cu
-RunCommand cmd_pytorch_attention, cmd_weighted_sum, cmd_flash_forward, cmd_flash_backward;
-RunCommand cmd_flash_benchmarking, cmd_flash_leaderboard, cmd_attention;
+RunCommand cmd_pytorch_attention, cmd_weighted_sum;
 void torch_compile_attention(const Options& o);  // torch_compile (a): its table and its answer
+// flash.cu
+RunCommand cmd_flash_forward, cmd_flash_backward, cmd_flash_benchmarking;
+RunCommand cmd_flash_leaderboard, cmd_attention;
 // ddp.cu
 RunCommand cmd_distributed_communication_single_node, cmd_naive_ddp, cmd_naive_ddp_benchmarking;
 RunCommand cmd_minimal_ddp_flat_benchmarking, cmd_ddp_overlap_individual_parameters;

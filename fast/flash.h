@@ -1,4 +1,4 @@
-// fast/flash.h: what the fast attention kernels share. Steps are attention.cu's. In these files
+// fast/flash.h: what the fast attention kernels share. Steps are flash.cu's. In these files
 //   - a block owns one tile of rows (queries, or keys and values) and streams the tiles of the
 //     other side past them;
 //   - where a kernel walks over tiles, i is a tile of queries and j one of keys; a single one is

@@ -1,7 +1,7 @@
 // fast/flash_fp32.cu: FlashAttention-2 in true fp32: no tensor cores, every product is FFMAs on
 // register tiles.
 //
-// What changed against flash_v1 (attention.cu), and why it is faster: a thread holds a piece of S
+// What changed against flash_v1 (flash.cu), and why it is faster: a thread holds a piece of S
 // of 4x8 scores and not one, so a number that it reads from shared memory is multiplied four or
 // eight times; reads are of 16 bytes; and tiles are copied (cp.async) while others are computed on.
 // What it costs: most of a multiprocessor's registers and shared memory, so that one block fills

@@ -1,6 +1,6 @@
 // fast/flash_mma.cu: FlashAttention-2 on tensor cores, forward and backward, in bf16.
 //
-// What changed against flash_v1 (attention.cu), and why it is faster: mma.sync multiplies 16x16 by
+// What changed against flash_v1 (flash.cu), and why it is faster: mma.sync multiplies 16x16 by
 // 16x8 matrices of 16-bit numbers with fp32 sums, ldmatrix hands them to the lanes of a warp in the
 // layout that it wants, and cp.async copies tiles to shared memory while others are computed on.
 // What it costs: S, P and dS are rounded to 16 bits where they enter a product, and the cards

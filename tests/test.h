@@ -88,6 +88,28 @@ inline std::string printed(const std::function<void()>& f) {
     return text;
 }
 
+// text has all these phrases, and nothing of what a sentence must not have.
+inline void check_says(const std::string& text, const std::vector<std::string>& phrases,
+                       const std::vector<std::string>& nowhere = {"nan", "inf ", "  ", "()", " .",
+                                                                  " ,", "( ", "1 calls", "1 ranks",
+                                                                  "1 configurations"}) {
+    for (const std::string& phrase : phrases) {
+        CHECK_MESSAGE(has(text, phrase), phrase, " in: ", text);
+    }
+    for (const std::string& never : nowhere) {
+        CHECK_MESSAGE(!has(text, never), "'", never, "' in: ", text);
+    }
+}
+inline Stats times(double ms, double std = 0) { return {ms, std, ms, ms, ms, 100}; }
+inline PassTimes passes(double forward, double backward, double both = NAN, double held_MiB = 0) {
+    return {times(forward), times(backward), times(both), (size_t)(held_MiB * 1048576), 0};
+}
+inline PassTimes oom() {
+    PassTimes t;
+    t.oom = (size_t)161 << 30;
+    return t;
+}
+
 // The cells of the column `name`, from all Markdown tables of a program's output that have one.
 inline std::vector<std::string> column(const std::string& output, const std::string& name) {
     std::vector<std::string> found;

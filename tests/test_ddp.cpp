@@ -383,14 +383,6 @@ TEST_CASE("ddp: --trace puts all ranks into one file") {
 // Tests of the answers of ddp.cu: numbers that two and four H200s and 32 CPU threads gave, and
 // others.
 
-static void check_says(const std::string& text, const std::vector<std::string>& phrases) {
-    for (const std::string& phrase : phrases) {
-        CHECK_MESSAGE(has(text, phrase), phrase, " in: ", text);
-    }
-    for (const std::string never : {"nan", "inf ", "  ", "()", " ,", "( ", "1 calls", "1 ranks"}) {
-        CHECK_MESSAGE(!has(text, never), "'", never, "' in: ", text);
-    }
-}
 static Stats of_six(double mean, double std) {
     return {mean, std, mean, mean - std, mean + std, 6};
 }

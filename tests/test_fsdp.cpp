@@ -706,7 +706,7 @@ TEST_CASE("calcs: alternate_ring_all_reduce's bytes are those that a ring counts
 // -------------------------------------------------------------------------------------------------
 // Answers and options
 
-static void check_says(const std::string& text, const std::vector<std::string>& phrases) {
+static void check_calcs_say(const std::string& text, const std::vector<std::string>& phrases) {
     for (const std::string& phrase : phrases) {
         CHECK_MESSAGE(has(text, phrase), phrase, " in: ", text);
     }
@@ -716,10 +716,10 @@ static void check_says(const std::string& text, const std::vector<std::string>& 
 }
 TEST_CASE("calcs: answers") {
     Options o = handout();
-    check_says(csv_of(cmd_alternate_ring_all_reduce, o),
-               {"takes (N - 1) S / W = (8 - 1) x 1e+09 / 4.5e+11 = 15.56 ms", " = 3.889 ms.\n",
-                "That is N / 2 = 4 times as long"});
-    check_says(
+    check_calcs_say(csv_of(cmd_alternate_ring_all_reduce, o),
+                    {"takes (N - 1) S / W = (8 - 1) x 1e+09 / 4.5e+11 = 15.56 ms", " = 3.889 ms.\n",
+                     "That is N / 2 = 4 times as long"});
+    check_calcs_say(
         csv_of(cmd_data_parallel_calcs, o),
         {"(a) Backward: 12 B D D_FF / N = 12 x 65536 x 4096 x 11008 / 8 = 4.432e+12 FLOP, 6 "
          "products",
@@ -727,36 +727,40 @@ TEST_CASE("calcs: answers") {
          "1.052 ms. ",
          "twice, to all-reduce the gradients.",
          "(c) N <= 1 + B W / C = 1 + 65536 x 4.5e+11 / 9.89e+14 = 30.82 devices, from 12 D D_FF"});
-    check_says(
+    check_calcs_say(
         csv_of(cmd_fsdp_calcs, o),
         {"Forward: 6 B D D_FF / N = 6 x 65536 x 4096 x 11008 / 8 = 2.216e+12 FLOP, 3 products",
          "Forward: 6 D D_FF (N - 1) / (N W) = 6 x 4096 x 11008 x (8 - 1) / (8 x 4.5e+11) = 0.526 "
          "ms",
          "once, to gather the weights.", "= 30.82 devices in both passes"});
-    check_says(csv_of(cmd_tp_calcs, o), {"dx1(i) = dz(i) * f'(x1(i)) * x2(i)",
-                                         "(c) Forward: 4 B D (N_TP - 1) / (N_TP W) = 4 x 65536 x "
-                                         "4096 x (8 - 1) / (8 x 4.5e+11) = 2.088 ms",
-                                         "N_TP <= 1 + 3 D_FF W / C = 16.03 devices",
-                                         "N_TP <= 1 + 3 D_FF W / (2 C) = 1 + 3 x 11008 x 4.5e+11 / "
-                                         "(2 x 9.89e+14) = 8.513 devices"});
-    check_says(csv_of(cmd_fsdp_tp_calcs, o),
-               {"max(6 x 4096 x 11008 x (4 - 1), 4 x 65536 x 4096 x (2 - 1)) / (4 x 2 x 4.5e+11) = "
-                "0.2983 ms. FSDP's gather",
-                "1 + 65536 x 4.5e+11 / 9.89e+14 = 30.82, where N_TP cancels.",
-                "So N <= 30.82 x 8.513 = 262.4 devices.", "= 1148846. ",
-                "N_FSDP = Q / (6 D_FF) = 17.39, N_TP = Q / (4 B) = 4.382. So N <= Q^2 / (24 B "
-                "D_FF) = 1148846^2 / (24 x 65536 x 11008) = 76.23 devices."});
+    check_calcs_say(csv_of(cmd_tp_calcs, o),
+                    {"dx1(i) = dz(i) * f'(x1(i)) * x2(i)",
+                     "(c) Forward: 4 B D (N_TP - 1) / (N_TP W) = 4 x 65536 x "
+                     "4096 x (8 - 1) / (8 x 4.5e+11) = 2.088 ms",
+                     "N_TP <= 1 + 3 D_FF W / C = 16.03 devices",
+                     "N_TP <= 1 + 3 D_FF W / (2 C) = 1 + 3 x 11008 x 4.5e+11 / "
+                     "(2 x 9.89e+14) = 8.513 devices"});
+    check_calcs_say(
+        csv_of(cmd_fsdp_tp_calcs, o),
+        {"max(6 x 4096 x 11008 x (4 - 1), 4 x 65536 x 4096 x (2 - 1)) / (4 x 2 x 4.5e+11) = "
+         "0.2983 ms. FSDP's gather",
+         "1 + 65536 x 4.5e+11 / 9.89e+14 = 30.82, where N_TP cancels.",
+         "So N <= 30.82 x 8.513 = 262.4 devices.", "= 1148846. ",
+         "N_FSDP = Q / (6 D_FF) = 17.39, N_TP = Q / (4 B) = 4.382. So N <= Q^2 / (24 B "
+         "D_FF) = 1148846^2 / (24 x 65536 x 11008) = 76.23 devices."});
 }
 TEST_CASE("calcs: answers where communication is the limit, or an axis goes") {
     Options few = handout(), narrow = handout(), short_batch = handout();
     few.tokens = 2048, narrow.d_ff = 64, short_batch.tokens = 1024;
-    check_says(csv_of(cmd_data_parallel_calcs, few), {"= 1.932 devices"});
-    check_says(csv_of(cmd_fsdp_tp_calcs, narrow),
-               {"The other axis then has less than one device. So there is only the FSDP axis, and "
-                "N <= 30.82 devices"});
-    check_says(csv_of(cmd_fsdp_tp_calcs, short_batch),
-               {"The other axis then has less than one device. So there is only the TP axis, and N "
-                "<= 8.513 devices"});
+    check_calcs_say(csv_of(cmd_data_parallel_calcs, few), {"= 1.932 devices"});
+    check_calcs_say(
+        csv_of(cmd_fsdp_tp_calcs, narrow),
+        {"The other axis then has less than one device. So there is only the FSDP axis, and "
+         "N <= 30.82 devices"});
+    check_calcs_say(
+        csv_of(cmd_fsdp_tp_calcs, short_batch),
+        {"The other axis then has less than one device. So there is only the TP axis, and N "
+         "<= 8.513 devices"});
 }
 TEST_CASE("calcs: wrong options") {
     for (const auto& [option, value] : {std::pair("--devices", "1"),
@@ -785,7 +789,7 @@ static Options xxl() {  // main.cu's defaults
     return o;
 }
 TEST_CASE("accounting: table and answers") {
-    check_says(
+    check_calcs_say(
         csv_of(cmd_communication_accounting, xxl()),
         {"(a) P = 2 D F L = 2 x 16384 x 53248 x 126 = 2.198e+11 parameters take 4 P = 879.4 GB in "
          "fp32.",
@@ -946,7 +950,7 @@ static std::vector<FsdpRun> runs_of(double ddp, double sharded, double fsdp) {  
 }
 TEST_CASE("answers: fsdp_accounting") {
     std::vector<FsdpRun> runs = runs_of(58510.1, 45514.1, 27671.2);  // xl in fp32
-    check_says(
+    check_calcs_say(
         said(runs),
         {"**(a)** FSDP should save 25991.9 MiB against DDP and 12995.9 MiB against a sharded "
          "optimizer. Weights, gradients and two moments take 16 Psi bytes with DDP, (8 + 8/N) Psi "

@@ -982,7 +982,7 @@ TEST_CASE_TEMPLATE(
                 Differences
                     // bf16's is 0.21 for this fixture at most (see check_pure_bf16), and fp16 has 3
                     // bits more
-                        d;
+                    d;
                 d.add(floats_of(half, name), want);
                 CHECK(d.relative() < 0.21 / 8);
             }
@@ -1268,14 +1268,6 @@ static PassRun no_room() {
 static StepRun step_run(const char* size, Precision precision, Mode mode, PassRun forward,
                         PassRun backward, PassRun both, PassRun step = {}, PassRun optimizer = {}) {
     return {{size, 64, 64, 1, 1, 64}, precision, mode, {forward, both, step, backward, optimizer}};
-}
-static void check_says(const std::string& text, const std::vector<std::string>& phrases) {
-    for (const std::string& phrase : phrases) {
-        CHECK_MESSAGE(has(text, phrase), phrase, " in: ", text);
-    }
-    for (const char* dirt : {"nan", "inf ", "  ", "()", " ."}) {
-        CHECK_MESSAGE(!has(text, dirt), dirt, " in: ", text);
-    }
 }
 
 TEST_CASE("answers step: benchmarking_script (b)") {
