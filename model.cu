@@ -247,51 +247,11 @@ static Tensor run_blocks(const Model& model, Tensor x, int first, int end) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Gradient checkpointing: what backward runs again instead of keeping it.
-
-// How many blocks, from the first, are checkpoints as a whole.
-static int checkpointed_wholes(const ModelConfig& c) {
-    const Checkpointing& k = context.checkpoint;
-    if (k.form == Checkpointing::GROUPS || k.form == Checkpointing::NESTED) { return c.num_layers; }
-    return k.form == Checkpointing::BLOCKS ? k.n : 0;
-}
-// Blocks [first, end) by gradient checkpoints. For n blocks: what is held at most, in tensors like
-// x, and how many blocks backward runs again.
-//   k blocks each  n/k, and the k blocks that are run again keep all they compute   n blocks
-//   nested         2, and one block                                                 n (n - 1) / 2
-static Tensor checkpointed_blocks(const Model& model, Tensor x, int first, int end) {
-    auto part = [&](int first, int end, auto blocks) {
-        x = checkpoint([&model, first, end,
-                        blocks](const Tensor& x) { return blocks(model, x, first, end); },
-                       x);
-    };
-    const Checkpointing& k = context.checkpoint;
-    if (k.form == Checkpointing::NESTED) {
-        if (end - first > 1) { part(first, end - 1, checkpointed_blocks); }
-        return run_blocks(model, x, end - 1, end);
-    }
-    const int n = k.form == Checkpointing::GROUPS ? k.n : 1;
-    for (int l = first; l < end; l += n) { part(l, std::min(l + n, end), run_blocks); }
-    return x;
-}
-std::string name_of(const Checkpointing& k) {
-    static const char* const forms[] = {"none", "%d", "nested", "ffn:%d", "blocks:%d"};
-    return k.form == Checkpointing::BLOCKS && k.n == 0 ? "ffn" : strprintf(forms[k.form], k.n);
-}
-Checkpointing checkpointing_from(const std::string& name) {
-    const int n = atoi(name.c_str() + std::min(name.find_first_of("123456789"), name.size()));
-    for (int form = Checkpointing::NONE; form <= Checkpointing::BLOCKS; form++) {
-        const Checkpointing k{Checkpointing::Form(form), n};
-        if (name_of(k) == name && name != "0" && name != "ffn:0") { return k; }
-    }
-    usage_error(
-        "--checkpoint: got %s, takes a whole number from 1 on, nested, ffn, ffn:N, blocks:N or "
-        "none",
-        name.c_str());
-}
-
-// -------------------------------------------------------------------------------------------------
 // Forward and loss
+
+// Section 3.2.1, below, has these two.
+static int checkpointed_wholes(const ModelConfig& c);
+static Tensor checkpointed_blocks(const Model& model, Tensor x, int first, int end);
 
 // All but the head: what it takes.
 static Tensor forward_to_head(Model& model, const Tensor& tokens) {
@@ -949,6 +909,50 @@ int cmd_benchmarking_mixed_precision(const Options& asked) {
 }
 
 // -------------------------------------------------------------------------------------------------
+// Gradient checkpointing: what backward runs again instead of keeping it.
+
+// How many blocks, from the first, are checkpoints as a whole.
+static int checkpointed_wholes(const ModelConfig& c) {
+    const Checkpointing& k = context.checkpoint;
+    if (k.form == Checkpointing::GROUPS || k.form == Checkpointing::NESTED) { return c.num_layers; }
+    return k.form == Checkpointing::BLOCKS ? k.n : 0;
+}
+// Blocks [first, end) by gradient checkpoints. For n blocks: what is held at most, in tensors like
+// x, and how many blocks backward runs again.
+//   k blocks each  n/k, and the k blocks that are run again keep all they compute   n blocks
+//   nested         2, and one block                                                 n (n - 1) / 2
+static Tensor checkpointed_blocks(const Model& model, Tensor x, int first, int end) {
+    auto part = [&](int first, int end, auto blocks) {
+        x = checkpoint([&model, first, end,
+                        blocks](const Tensor& x) { return blocks(model, x, first, end); },
+                       x);
+    };
+    const Checkpointing& k = context.checkpoint;
+    if (k.form == Checkpointing::NESTED) {
+        if (end - first > 1) { part(first, end - 1, checkpointed_blocks); }
+        return run_blocks(model, x, end - 1, end);
+    }
+    const int n = k.form == Checkpointing::GROUPS ? k.n : 1;
+    for (int l = first; l < end; l += n) { part(l, std::min(l + n, end), run_blocks); }
+    return x;
+}
+std::string name_of(const Checkpointing& k) {
+    static const char* const forms[] = {"none", "%d", "nested", "ffn:%d", "blocks:%d"};
+    return k.form == Checkpointing::BLOCKS && k.n == 0 ? "ffn" : strprintf(forms[k.form], k.n);
+}
+Checkpointing checkpointing_from(const std::string& name) {
+    const int n = atoi(name.c_str() + std::min(name.find_first_of("123456789"), name.size()));
+    for (int form = Checkpointing::NONE; form <= Checkpointing::BLOCKS; form++) {
+        const Checkpointing k{Checkpointing::Form(form), n};
+        if (name_of(k) == name && name != "0" && name != "ffn:0") { return k; }
+    }
+    usage_error(
+        "--checkpoint: got %s, takes a whole number from 1 on, nested, ffn, ffn:N, blocks:N or "
+        "none",
+        name.c_str());
+}
+
+// -------------------------------------------------------------------------------------------------
 // gradient_checkpointing (2026, 3.2.1): (a) the strategy that holds least, found on META; (b)
 // without nesting, how many blocks make the best checkpoint.
 
@@ -1059,97 +1063,8 @@ int cmd_gradient_checkpointing(const Options& asked) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// model: your weights and batch in, our logits, loss, gradients and (after N AdamW steps)
-// parameters out.
-
-// Element i of a file's tensor, which may lie at any address.
-template <class T>
-static T element(const FileTensor& f, int64_t i) {
-    T x;
-    memcpy(&x, (const char*)f.data + i * sizeof(T), sizeof(T));
-    return x;
-}
-// F32 or BF16 -> F32, I64 or I32 -> I32, on the CPU
-static Tensor tensor_from_file(const FileTensor& f) {
-    Tensor t = empty_on(CPU, f.shape, f.dtype[0] == 'I' ? I32 : F32, INPUTS);
-    if (f.dtype == "F32") { memcpy(t.data, f.data, f.bytes); }
-    for (int64_t i = 0; f.dtype == "BF16" && i < t.size(); i++) {
-        t.as<float>()[i] = element<bf16>(f, i);
-    }
-    for (int64_t i = 0; t.dtype == I32 && i < t.size(); i++) {
-        const int64_t value = f.dtype == "I64" ? element<int64_t>(f, i) : element<int>(f, i);
-        t.as<int>()[i] = value == (int)value ? (int)value : -1;  // -1: refused as a token below
-    }
-    return t;
-}
-static Batch read_batch(const std::string& path, int V) {
-    const SafeTensors file = load_safetensors(path);
-    require_no_others(file, {"tokens", "targets"}, "tokens or targets");
-    const Shape shape = require_tensor(file, "tokens", {-1, -1}, {"I32", "I64"}).shape;
-    if (count(shape) == 0) {
-        fail("%s: tensor tokens: is empty, %s", path.c_str(), to_string(shape).c_str());
-    }
-    auto read = [&](const char* name) {
-        Tensor t = tensor_from_file(require_tensor(file, name, shape, {"I32", "I64"}));
-        for (int64_t i = 0; i < t.size(); i++) {
-            if (t.as<int>()[i] >= 0 && t.as<int>()[i] < V) { continue; }
-            fail("%s: tensor %s: element %" PRId64 " is not a token of a vocabulary of %d",
-                 path.c_str(), name, i, V);
-        }
-        return to_device(t, context.device);
-    };
-    return {read("tokens"), read("targets")};
-}
-using NamedTensors = std::vector<std::pair<std::string, Tensor>>;
-// What an arena of weights, gradients or moments has of each parameter.
-static void add_parts(NamedTensors& list, const std::string& prefix, const Model& model,
-                      const Tensor& arena) {
-    for (const Parameter& p : model.parameters) {
-        list.push_back({prefix + p.name, view(arena, p.offset, p.shape)});
-    }
-}
-// Writes tensors as F32.
-static void save_tensors(const std::string& path, const NamedTensors& list) {
-    NoGrad no_grad;
-    std::vector<Tensor> kept;
-    std::vector<std::pair<std::string, FileTensor>> described;
-    for (const auto& [name, t] : list) {
-        kept.push_back(to_device(contiguous(t.dtype == F32 ? t : cast(t, F32)), CPU));
-        described.push_back({name, describe(kept.back())});
-    }
-    save_safetensors(path, described, {{"format", "pt"}});
-}
-// Every tensor that is missing, superfluous or wrong-shaped is refused by name.
-static Model read_model(const Options& o) {
-    const SafeTensors file = load_safetensors(o.weights);
-    const Shape
-        embedding =
-            require_tensor(file, "token_embeddings.weight", {-1, -1}, {"F32", "BF16"}).shape,
-        w1 = require_tensor(file, "layers.0.ffn.w1.weight", {-1, -1}, {"F32", "BF16"}).shape;
-    // a tensor that is empty may claim any length
-    for (int64_t n : {embedding[0], embedding[1], w1[0]}) {
-        if (n < 1 || n > INT_MAX) {
-            fail("%s: expected sizes from 1 to %d, found %" PRId64, o.weights.c_str(), INT_MAX, n);
-        }
-    }
-    ModelConfig c{"custom",    (int)embedding[1], (int)w1[0],         1,
-                  o.num_heads, (int)embedding[0], (float)o.rope_theta};
-    while (file.tensors.count("layers." + std::to_string(c.num_layers) + ".ln1.weight")) {
-        c.num_layers++;
-    }
-    check_config(c);
-    context.mode = modes_of(o, {c}, {context.precision})[0];
-    Model model = make_model(c);
-    std::set<std::string> known;
-    for (const Parameter& p : model.parameters) {
-        const Tensor from =
-            tensor_from_file(require_tensor(file, p.name, p.shape, {"F32", "BF16"}));
-        copy_or_add(detached(p.weight), to_device(from, context.device), false);
-        known.insert(p.name);
-    }
-    require_no_others(file, known, strprintf("one of a model of %d layers", c.num_layers));
-    return model;
-}
+// train: a demo in one process. It trains on a real text, byte by byte, prints the loss of a part
+// that it never trained on, and continues that part.
 
 // The least loss scale that is tried, fp16's smallest normal number.
 constexpr float LEAST_SCALE = 0x1p-14f;
@@ -1158,50 +1073,6 @@ static void require_scale(const LossScaler& scaler) {
         fail("fp16: the gradients are not finite at any loss scale");
     }
 }
-
-// Leaves the gradients, multiplied by the loss scale, and returns logits and loss. In fp16 the
-// scale halves until all gradients are finite.
-static NamedTensors logits_and_loss(Trainer& t, const Batch& batch) {
-    for (;;) {
-        zero_gradients(t.model);
-        const Tensor logits = forward(t.model, batch.tokens),
-                     loss = cross_entropy(logits, batch.targets);
-        backward_from_loss(t.model, loss, loss_scale_of(t.scaler));
-        if (context.precision != PREC_FP16 || std::isfinite(gradient_norm(t.model))) {
-            return {{"logits", logits}, {"loss", loss}};
-        }
-        update_scale(t.scaler, true);
-        require_scale(t.scaler);
-    }
-}
-int cmd_model(const Options& o) {
-    context.device = choose_device(o.device);
-    context.precision = precisions_of(o)[0];
-    Trainer t;
-    t.model = read_model(o);
-    t.adamw.lr = (float)o.lr;
-    Model& model = t.model;
-    const Batch batch = read_batch(o.batch, model.config.vocab_size);
-    make_gradients(model);
-    NamedTensors out = logits_and_loss(t, batch);
-    const double loss = to_doubles(out[1].second)[0];
-    add_parts(out, "grad.", model, scale(model.gradients, 1 / loss_scale_of(t.scaler)));
-
-    while (model.step < o.steps) {  // in fp16 a step that is skipped is no step
-        train_step(t, {batch});
-        require_scale(t.scaler);
-    }
-    if (o.steps > 0) { add_parts(out, "param.", model, model.weights); }
-    save_tensors(o.out, out);
-    printf("model %s: %d layers, tokens %s; loss %.6f; wrote %zu tensors to %s\n",
-           o.weights.c_str(), model.config.num_layers, to_string(batch.tokens.shape).c_str(), loss,
-           out.size(), o.out.c_str());
-    return 0;
-}
-
-// -------------------------------------------------------------------------------------------------
-// train: a demo in one process. It trains on a real text, byte by byte, prints the loss of a part
-// that it never trained on, and continues that part.
 
 struct Text {
     std::vector<uint8_t> bytes;
@@ -1352,5 +1223,138 @@ int cmd_train(const Options& o) {
         answer("", "The held-out text's first %d bytes continued:", T);
         sketch(sample_text(t.model, text, T, o.sample, o.seed) + "\n");
     }
+    return 0;
+}
+
+// -------------------------------------------------------------------------------------------------
+// model: your weights and batch in, our logits, loss, gradients and (after N AdamW steps)
+// parameters out.
+
+// Element i of a file's tensor, which may lie at any address.
+template <class T>
+static T element(const FileTensor& f, int64_t i) {
+    T x;
+    memcpy(&x, (const char*)f.data + i * sizeof(T), sizeof(T));
+    return x;
+}
+// F32 or BF16 -> F32, I64 or I32 -> I32, on the CPU
+static Tensor tensor_from_file(const FileTensor& f) {
+    Tensor t = empty_on(CPU, f.shape, f.dtype[0] == 'I' ? I32 : F32, INPUTS);
+    if (f.dtype == "F32") { memcpy(t.data, f.data, f.bytes); }
+    for (int64_t i = 0; f.dtype == "BF16" && i < t.size(); i++) {
+        t.as<float>()[i] = element<bf16>(f, i);
+    }
+    for (int64_t i = 0; t.dtype == I32 && i < t.size(); i++) {
+        const int64_t value = f.dtype == "I64" ? element<int64_t>(f, i) : element<int>(f, i);
+        t.as<int>()[i] = value == (int)value ? (int)value : -1;  // -1: refused as a token below
+    }
+    return t;
+}
+static Batch read_batch(const std::string& path, int V) {
+    const SafeTensors file = load_safetensors(path);
+    require_no_others(file, {"tokens", "targets"}, "tokens or targets");
+    const Shape shape = require_tensor(file, "tokens", {-1, -1}, {"I32", "I64"}).shape;
+    if (count(shape) == 0) {
+        fail("%s: tensor tokens: is empty, %s", path.c_str(), to_string(shape).c_str());
+    }
+    auto read = [&](const char* name) {
+        Tensor t = tensor_from_file(require_tensor(file, name, shape, {"I32", "I64"}));
+        for (int64_t i = 0; i < t.size(); i++) {
+            if (t.as<int>()[i] >= 0 && t.as<int>()[i] < V) { continue; }
+            fail("%s: tensor %s: element %" PRId64 " is not a token of a vocabulary of %d",
+                 path.c_str(), name, i, V);
+        }
+        return to_device(t, context.device);
+    };
+    return {read("tokens"), read("targets")};
+}
+using NamedTensors = std::vector<std::pair<std::string, Tensor>>;
+// What an arena of weights, gradients or moments has of each parameter.
+static void add_parts(NamedTensors& list, const std::string& prefix, const Model& model,
+                      const Tensor& arena) {
+    for (const Parameter& p : model.parameters) {
+        list.push_back({prefix + p.name, view(arena, p.offset, p.shape)});
+    }
+}
+// Writes tensors as F32.
+static void save_tensors(const std::string& path, const NamedTensors& list) {
+    NoGrad no_grad;
+    std::vector<Tensor> kept;
+    std::vector<std::pair<std::string, FileTensor>> described;
+    for (const auto& [name, t] : list) {
+        kept.push_back(to_device(contiguous(t.dtype == F32 ? t : cast(t, F32)), CPU));
+        described.push_back({name, describe(kept.back())});
+    }
+    save_safetensors(path, described, {{"format", "pt"}});
+}
+// Every tensor that is missing, superfluous or wrong-shaped is refused by name.
+static Model read_model(const Options& o) {
+    const SafeTensors file = load_safetensors(o.weights);
+    const Shape
+        embedding =
+            require_tensor(file, "token_embeddings.weight", {-1, -1}, {"F32", "BF16"}).shape,
+        w1 = require_tensor(file, "layers.0.ffn.w1.weight", {-1, -1}, {"F32", "BF16"}).shape;
+    // a tensor that is empty may claim any length
+    for (int64_t n : {embedding[0], embedding[1], w1[0]}) {
+        if (n < 1 || n > INT_MAX) {
+            fail("%s: expected sizes from 1 to %d, found %" PRId64, o.weights.c_str(), INT_MAX, n);
+        }
+    }
+    ModelConfig c{"custom",    (int)embedding[1], (int)w1[0],         1,
+                  o.num_heads, (int)embedding[0], (float)o.rope_theta};
+    while (file.tensors.count("layers." + std::to_string(c.num_layers) + ".ln1.weight")) {
+        c.num_layers++;
+    }
+    check_config(c);
+    context.mode = modes_of(o, {c}, {context.precision})[0];
+    Model model = make_model(c);
+    std::set<std::string> known;
+    for (const Parameter& p : model.parameters) {
+        const Tensor from =
+            tensor_from_file(require_tensor(file, p.name, p.shape, {"F32", "BF16"}));
+        copy_or_add(detached(p.weight), to_device(from, context.device), false);
+        known.insert(p.name);
+    }
+    require_no_others(file, known, strprintf("one of a model of %d layers", c.num_layers));
+    return model;
+}
+
+// Leaves the gradients, multiplied by the loss scale, and returns logits and loss. In fp16 the
+// scale halves until all gradients are finite.
+static NamedTensors logits_and_loss(Trainer& t, const Batch& batch) {
+    for (;;) {
+        zero_gradients(t.model);
+        const Tensor logits = forward(t.model, batch.tokens),
+                     loss = cross_entropy(logits, batch.targets);
+        backward_from_loss(t.model, loss, loss_scale_of(t.scaler));
+        if (context.precision != PREC_FP16 || std::isfinite(gradient_norm(t.model))) {
+            return {{"logits", logits}, {"loss", loss}};
+        }
+        update_scale(t.scaler, true);
+        require_scale(t.scaler);
+    }
+}
+int cmd_model(const Options& o) {
+    context.device = choose_device(o.device);
+    context.precision = precisions_of(o)[0];
+    Trainer t;
+    t.model = read_model(o);
+    t.adamw.lr = (float)o.lr;
+    Model& model = t.model;
+    const Batch batch = read_batch(o.batch, model.config.vocab_size);
+    make_gradients(model);
+    NamedTensors out = logits_and_loss(t, batch);
+    const double loss = to_doubles(out[1].second)[0];
+    add_parts(out, "grad.", model, scale(model.gradients, 1 / loss_scale_of(t.scaler)));
+
+    while (model.step < o.steps) {  // in fp16 a step that is skipped is no step
+        train_step(t, {batch});
+        require_scale(t.scaler);
+    }
+    if (o.steps > 0) { add_parts(out, "param.", model, model.weights); }
+    save_tensors(o.out, out);
+    printf("model %s: %d layers, tokens %s; loss %.6f; wrote %zu tensors to %s\n",
+           o.weights.c_str(), model.config.num_layers, to_string(batch.tokens.shape).c_str(), loss,
+           out.size(), o.out.c_str());
     return 0;
 }
