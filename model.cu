@@ -59,64 +59,75 @@ std::vector<ModelConfig> configs_of(const Options& o) {
 
 int64_t aligned(int64_t elements) { return (elements + 63) / 64 * 64; }
 
+// A row for each weight.
+struct WeightRow {
+    std::string name;  // the staff model's, without ".weight"
+    Shape shape;
+    int unit;
+    Tensor* place;  // in the model
+    // Where this weight begins a joined one: its place and shape.
+    Tensor* joined = nullptr;
+    Shape joined_shape = {};
+};
+// Returns the rows of all weights, in the order in which backward finishes their gradients.
+static std::vector<WeightRow> weight_rows(Model& model) {
+    const int64_t C = model.config.d_model, F = model.config.d_ff, V = model.config.vocab_size;
+    const int L = model.config.num_layers, none = -1;
+    std::vector<WeightRow> rows = {{"lm_head", {V, C}, L + 1, &model.lm_head},
+                                   {"ln_final", {C}, none, &model.ln_final}};
+    for (int l = L - 1; l >= 0; l--) {
+        const std::string name = "layers." + std::to_string(l) + ".";
+        Layer& layer = model.layers[l];
+        rows.push_back({name + "ffn.w2", {C, F}, 1 + l, &layer.w2});
+        rows.push_back({name + "ffn.w1", {F, C}, 1 + l, &layer.w1, &layer.w13, {2 * F, C}});
+        rows.push_back({name + "ffn.w3", {F, C}, 1 + l, &layer.w3});
+        rows.push_back({name + "ln2", {C}, none, &layer.ln2});
+        rows.push_back({name + "attn.output_proj", {C, C}, 1 + l, &layer.o});
+        rows.push_back({name + "attn.q_proj", {C, C}, 1 + l, &layer.q, &layer.qkv, {3 * C, C}});
+        rows.push_back({name + "attn.k_proj", {C, C}, 1 + l, &layer.k});
+        rows.push_back({name + "attn.v_proj", {C, C}, 1 + l, &layer.v});
+        rows.push_back({name + "ln1", {C}, none, &layer.ln1});
+    }
+    rows.push_back({"token_embeddings", {V, C}, 0, &model.embedding});
+    return rows;
+}
+
 Model lay_out_model(const ModelConfig& c) {
     Model model;
     model.config = c;
-    int64_t C = c.d_model, F = c.d_ff, V = c.vocab_size, end = 0;
-    int unit = c.num_layers + 1;
-    auto add = [&](const std::string& name, const Shape& shape, bool joins_next = false) {
-        model.parameters.push_back(
-            {name + ".weight", shape, end, Tensor(), shape.size() == 1 ? -1 : unit});
-        end += count(shape);
-        if (!joins_next) { end = aligned(end); }
-    };
-    add("lm_head", {V, C});
-    add("ln_final", {C});
-    for (unit = c.num_layers; unit > 0; unit--) {
-        const std::string layer = "layers." + std::to_string(unit - 1) + ".";
-        add(layer + "ffn.w2", {C, F});
-        add(layer + "ffn.w1", {F, C}, true);
-        add(layer + "ffn.w3", {F, C});
-        add(layer + "ln2", {C});
-        add(layer + "attn.output_proj", {C, C});
-        add(layer + "attn.q_proj", {C, C}, true);
-        add(layer + "attn.k_proj", {C, C}, true);
-        add(layer + "attn.v_proj", {C, C});
-        add(layer + "ln1", {C});
+    model.layers.resize(c.num_layers);
+    int64_t end = 0, joined_end = 0;
+    for (const WeightRow& row : weight_rows(model)) {
+        model.parameters.push_back({row.name + ".weight", row.shape, end, Tensor(), row.unit});
+        if (row.joined) { joined_end = end + count(row.joined_shape); }
+        end += count(row.shape);
+        if (end >= joined_end) { end = aligned(end); }  // within a joined weight there is no gap
     }
-    add("token_embeddings", {V, C});
     return model;
 }
 void place_weights(Model& model, const Place& place) {
-    const int64_t C = model.config.d_model, F = model.config.d_ff;
-    auto p = model.parameters.begin();
-    auto slot = [&](const Shape& shape) { return model.slots.emplace_back(place(*p, shape)); };
-    auto next = [&] {
-        p->weight = slot(p->shape);
-        return (p++)->weight;
-    };
-    model.lm_head = next(), model.ln_final = next();
-    model.layers.resize(model.config.num_layers);
-    // as lay_out_model adds them
-    for (auto layer = model.layers.rbegin(); layer != model.layers.rend(); layer++) {
-        layer->w2 = next();
-        layer->w13 = slot({2 * F, C});
-        layer->w1 = next(), layer->w3 = next();
-        layer->ln2 = next();
-        layer->o = next();
-        layer->qkv = slot({3 * C, C});
-        layer->q = next(), layer->k = next(), layer->v = next();
-        layer->ln1 = next();
+    const std::vector<WeightRow> rows = weight_rows(model);
+    for (size_t i = 0; i < rows.size(); i++) {
+        Parameter& p = model.parameters[i];
+        auto slot = [&](const Shape& shape) {
+            model.slots.push_back(place(p, shape));
+            return model.slots.back();
+        };
+        if (rows[i].joined) { *rows[i].joined = slot(rows[i].joined_shape); }
+        p.weight = slot(p.shape);
+        *rows[i].place = p.weight;
     }
-    model.embedding = next();
 }
+
+// Returns a model whose weights are one arena of zeros. The arena's length is a multiple of
+// 6720 = 2^6 x 3 x 5 x 7, so that 1 to 8 ranks can own equal parts of it. What lies behind the last
+// weight is reduced and stepped with the rest, so it must not hold NaN.
 Model make_model(const ModelConfig& c, DType dtype) {
+    constexpr int64_t PARTS = 6720;
     Model model = lay_out_model(c);
     const Parameter& last = model.parameters.back();
-    // 6720 is 64 times 3, 5 and 7: as many ranks as a machine has can own equal parts. The padding:
-    // not NaN.
-    const int64_t parts = (last.offset + count(last.shape) + 6719) / 6720;
-    model.weights = zeros({6720 * parts}, dtype, PARAMETERS);
+    const int64_t end = last.offset + count(last.shape);
+    model.weights = zeros({(end + PARTS - 1) / PARTS * PARTS}, dtype, PARAMETERS);
     place_weights(model, [&](const Parameter& p, const Shape& shape) {
         Tensor t = require_gradient(view(model.weights, p.offset, shape));
         t.gradient->is_parameter = true;
@@ -249,9 +260,7 @@ static Tensor run_blocks(const Model& model, Tensor x, int first, int end) {
 // -------------------------------------------------------------------------------------------------
 // Forward and loss
 
-// Section 3.2.1, below, has these two.
-static int checkpointed_wholes(const ModelConfig& c);
-static Tensor checkpointed_blocks(const Model& model, Tensor x, int first, int end);
+static int run_checkpointed_blocks(const Model& model, Tensor* x);  // section 3.2.1, below
 
 // All but the head: what it takes.
 static Tensor forward_to_head(Model& model, const Tensor& tokens) {
@@ -263,9 +272,8 @@ static Tensor forward_to_head(Model& model, const Tensor& tokens) {
         begin_unit(model, 0);
         x = end_unit(model, 0, gather_rows(model.embedding, tokens));
     }
-    const int wholes = context.recording ? checkpointed_wholes(c) : 0;
-    if (wholes > 0) { x = checkpointed_blocks(model, x, 0, wholes); }
-    for (int l = wholes; l < c.num_layers; l++) { run_block(model, l, &x, &delta); }
+    const int checkpointed = context.recording ? run_checkpointed_blocks(model, &x) : 0;
+    for (int l = checkpointed; l < c.num_layers; l++) { run_block(model, l, &x, &delta); }
     return add_rmsnorm(&x, delta, model.ln_final, c.eps);
 }
 Tensor forward(Model& model, const Tensor& tokens) {
@@ -911,40 +919,60 @@ int cmd_benchmarking_mixed_precision(const Options& asked) {
 // -------------------------------------------------------------------------------------------------
 // Gradient checkpointing: what backward runs again instead of keeping it.
 
-// How many blocks, from the first, are checkpoints as a whole.
-static int checkpointed_wholes(const ModelConfig& c) {
-    const Checkpointing& k = context.checkpoint;
-    if (k.form == Checkpointing::GROUPS || k.form == Checkpointing::NESTED) { return c.num_layers; }
-    return k.form == Checkpointing::BLOCKS ? k.n : 0;
-}
-// Blocks [first, end) by gradient checkpoints. For n blocks: what is held at most, in tensors like
-// x, and how many blocks backward runs again.
-//   k blocks each  n/k, and the k blocks that are run again keep all they compute   n blocks
-//   nested         2, and one block                                                 n (n - 1) / 2
-static Tensor checkpointed_blocks(const Model& model, Tensor x, int first, int end) {
-    auto part = [&](int first, int end, auto blocks) {
-        x = checkpoint([&model, first, end,
-                        blocks](const Tensor& x) { return blocks(model, x, first, end); },
-                       x);
-    };
-    const Checkpointing& k = context.checkpoint;
-    if (k.form == Checkpointing::NESTED) {
-        if (end - first > 1) { part(first, end - 1, checkpointed_blocks); }
-        return run_blocks(model, x, end - 1, end);
+// What the forms hold at most, in tensors like x, and how many of n blocks backward runs again:
+//                      held at most                                              run again
+//   k blocks each      n/k inputs, and all that the k blocks which run again keep    n
+//   nested             2 inputs, and all that one block keeps                        n (n - 1) / 2
+
+// Runs blocks [0, end), `size` of them per checkpoint; returns what the last one gives.
+static Tensor run_in_groups(const Model& model, Tensor x, int end, int size) {
+    for (int first = 0; first < end; first += size) {
+        const int past = std::min(first + size, end);
+        auto group = [&model, first, past](const Tensor& x) {
+            return run_blocks(model, x, first, past);
+        };
+        x = checkpoint(group, x);
     }
-    const int n = k.form == Checkpointing::GROUPS ? k.n : 1;
-    for (int l = first; l < end; l += n) { part(l, std::min(l + n, end), run_blocks); }
     return x;
 }
-std::string name_of(const Checkpointing& k) {
-    static const char* const forms[] = {"none", "%d", "nested", "ffn:%d", "blocks:%d"};
-    return k.form == Checkpointing::BLOCKS && k.n == 0 ? "ffn" : strprintf(forms[k.form], k.n);
+// Runs blocks [0, end). All but the last are one checkpoint, which backward runs again in this same
+// way; returns what the last one gives.
+static Tensor run_nested(const Model& model, Tensor x, int end) {
+    if (end > 1) {
+        auto before = [&model, end](const Tensor& x) { return run_nested(model, x, end - 1); };
+        x = checkpoint(before, x);
+    }
+    return run_blocks(model, x, end - 1, end);
 }
+// Runs the first blocks as context.checkpoint has it, and leaves in *x what the last of them gives;
+// returns how many they are.
+static int run_checkpointed_blocks(const Model& model, Tensor* x) {
+    const Checkpointing& k = context.checkpoint;
+    const int L = model.config.num_layers;
+    switch (k.form) {
+        case Checkpointing::NESTED: *x = run_nested(model, *x, L); return L;
+        case Checkpointing::GROUPS: *x = run_in_groups(model, *x, L, k.n); return L;
+        case Checkpointing::BLOCKS: *x = run_in_groups(model, *x, k.n, 1); return k.n;
+        default: return 0;
+    }
+}
+
+std::string name_of(const Checkpointing& k) {
+    static const char* const by_form[] = {"none", "%d", "nested", "ffn:%d", "blocks:%d"};
+    if (k.form == Checkpointing::BLOCKS && k.n == 0) { return "ffn"; }
+    return strprintf(by_form[k.form], k.n);
+}
+// Returns the one that has this name: all that a name can mean are tried.
 Checkpointing checkpointing_from(const std::string& name) {
-    const int n = atoi(name.c_str() + std::min(name.find_first_of("123456789"), name.size()));
-    for (int form = Checkpointing::NONE; form <= Checkpointing::BLOCKS; form++) {
-        const Checkpointing k{Checkpointing::Form(form), n};
-        if (name_of(k) == name && name != "0" && name != "ffn:0") { return k; }
+    const size_t digits = name.find_first_of("0123456789");
+    const int n = digits == std::string::npos ? 1 : std::max(1, atoi(&name[digits]));
+    for (const Checkpointing& k : {Checkpointing{},
+                                   {Checkpointing::NESTED},
+                                   {Checkpointing::BLOCKS, 0},
+                                   {Checkpointing::GROUPS, n},
+                                   {Checkpointing::FFN, n},
+                                   {Checkpointing::BLOCKS, n}}) {
+        if (name_of(k) == name) { return k; }
     }
     usage_error(
         "--checkpoint: got %s, takes a whole number from 1 on, nested, ffn, ffn:N, blocks:N or "
