@@ -103,60 +103,6 @@ static Kernels by_name(const Kernels& all) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Trace files: Chrome's format, an event per line
-
-void write_trace(const std::string& path, const std::vector<Trace>& traces,
-                 const std::string& caption, const Communicator& c) {
-    std::vector<std::string> events;
-    auto quoted = [](const std::string& text) {  // a byte that is no UTF-8 becomes U+FFFD
-        return Json(text).dump(-1, ' ', false, Json::error_handler_t::replace);
-    };
-    auto name = [&](const char* what, int row, const std::string& text) {
-        events.push_back(strprintf(R"({"ph":"M","name":"%s","pid":%d,"tid":%d,"args":{"name":%s}})",
-                                   what, c.rank, row, quoted(text).c_str()));
-    };
-    name("process_name", 0, strprintf("rank %d", c.rank));
-    // Times count from midnight, the same one for all ranks: a double has no room for ns since
-    // 1970.
-    constexpr int64_t DAY = 86400LL * 1000000000;  // ns
-    const int64_t midnight =
-        traces.empty() || traces[0].ranges.empty() ? 0 : traces[0].ranges[0].start / DAY * DAY;
-    std::set<int> rows;  // that have a name
-    auto slice = [&](int row, const std::string& row_name, const char* category,
-                     const std::string& what, int64_t start, int64_t end,
-                     const std::string& ranges) {
-        if (rows.insert(row).second) { name("thread_name", row, row_name); }
-        events.push_back(strprintf(
-            R"({"ph":"X","cat":"%s","name":%s,"pid":%d,"tid":%d,"ts":%.3f,"dur":%.3f,"args":{"path":%s}})",
-            category, quoted(what).c_str(), c.rank, row, (start - midnight) / 1e3,
-            (end - start) / 1e3, quoted(ranges).c_str()));
-    };
-    // (stream, row) -> end of its last slice: slices have to nest
-    std::map<std::pair<unsigned, int>, int64_t> streams;
-    for (const Trace& trace : traces) {
-        const std::vector<std::string> paths = range_paths(trace);
-        for (size_t i = 0; i < trace.ranges.size(); i++) {
-            const TracedRange& r = trace.ranges[i];
-            slice(r.thread, strprintf("CPU thread %d", r.thread), "range", r.name, r.start, r.end,
-                  paths[i]);
-        }
-        for (const TracedWork& w : trace.work) {
-            int row = 0;
-            while (streams[{w.stream, row}] > w.start) { row++; }
-            streams[{w.stream, row}] = w.end;
-            slice((1 << 24) + 16 * (int)w.stream + row,  // more than any thread's number
-                  strprintf("stream %u%s", w.stream, row ? ", overlapping" : ""),
-                  w.name[0] == '[' ? "copy" : "kernel", short_kernel_name(w.name), w.start, w.end,
-                  w.range < 0 ? "" : paths[w.range]);
-        }
-    }
-    const std::vector<std::string> of_ranks = gather_text(c, join(events, ",\n"));
-    if (c.rank > 0) { return; }
-    save_file(path, "{\"otherData\":{\"caption\":" + quoted(caption) + "},\"traceEvents\":[\n" +
-                        join(of_ranks, ",\n") + "\n]}\n");
-}
-
-// -------------------------------------------------------------------------------------------------
 // nsys_profile: forward alone and whole steps, each timed untraced and then traced
 
 struct ProfiledPhase {
@@ -480,6 +426,60 @@ int cmd_nsys_profile(const Options& o) {
     }
     print_profile(runs, o);
     return 0;
+}
+
+// -------------------------------------------------------------------------------------------------
+// Trace files: Chrome's format, an event per line
+
+void write_trace(const std::string& path, const std::vector<Trace>& traces,
+                 const std::string& caption, const Communicator& c) {
+    std::vector<std::string> events;
+    auto quoted = [](const std::string& text) {  // a byte that is no UTF-8 becomes U+FFFD
+        return Json(text).dump(-1, ' ', false, Json::error_handler_t::replace);
+    };
+    auto name = [&](const char* what, int row, const std::string& text) {
+        events.push_back(strprintf(R"({"ph":"M","name":"%s","pid":%d,"tid":%d,"args":{"name":%s}})",
+                                   what, c.rank, row, quoted(text).c_str()));
+    };
+    name("process_name", 0, strprintf("rank %d", c.rank));
+    // Times count from midnight, the same one for all ranks: a double has no room for ns since
+    // 1970.
+    constexpr int64_t DAY = 86400LL * 1000000000;  // ns
+    const int64_t midnight =
+        traces.empty() || traces[0].ranges.empty() ? 0 : traces[0].ranges[0].start / DAY * DAY;
+    std::set<int> rows;  // that have a name
+    auto slice = [&](int row, const std::string& row_name, const char* category,
+                     const std::string& what, int64_t start, int64_t end,
+                     const std::string& ranges) {
+        if (rows.insert(row).second) { name("thread_name", row, row_name); }
+        events.push_back(strprintf(
+            R"({"ph":"X","cat":"%s","name":%s,"pid":%d,"tid":%d,"ts":%.3f,"dur":%.3f,"args":{"path":%s}})",
+            category, quoted(what).c_str(), c.rank, row, (start - midnight) / 1e3,
+            (end - start) / 1e3, quoted(ranges).c_str()));
+    };
+    // (stream, row) -> end of its last slice: slices have to nest
+    std::map<std::pair<unsigned, int>, int64_t> streams;
+    for (const Trace& trace : traces) {
+        const std::vector<std::string> paths = range_paths(trace);
+        for (size_t i = 0; i < trace.ranges.size(); i++) {
+            const TracedRange& r = trace.ranges[i];
+            slice(r.thread, strprintf("CPU thread %d", r.thread), "range", r.name, r.start, r.end,
+                  paths[i]);
+        }
+        for (const TracedWork& w : trace.work) {
+            int row = 0;
+            while (streams[{w.stream, row}] > w.start) { row++; }
+            streams[{w.stream, row}] = w.end;
+            slice((1 << 24) + 16 * (int)w.stream + row,  // more than any thread's number
+                  strprintf("stream %u%s", w.stream, row ? ", overlapping" : ""),
+                  w.name[0] == '[' ? "copy" : "kernel", short_kernel_name(w.name), w.start, w.end,
+                  w.range < 0 ? "" : paths[w.range]);
+        }
+    }
+    const std::vector<std::string> of_ranks = gather_text(c, join(events, ",\n"));
+    if (c.rank > 0) { return; }
+    save_file(path, "{\"otherData\":{\"caption\":" + quoted(caption) + "},\"traceEvents\":[\n" +
+                        join(of_ranks, ",\n") + "\n]}\n");
 }
 
 // -------------------------------------------------------------------------------------------------
