@@ -1,6 +1,7 @@
-// precision.cu: section 1.1.5, what a number costs when it has fewer bits. What rounding to 16 bits
-// does to a long sum, which operations autocast therefore leaves in fp32, and how fp16 is kept from
-// underflowing. lib/formats.h has the formats, and how a float is rounded to them, bit by bit.
+// precision.cu: section 1.1.5, what a number costs when it has fewer bits. It shows what rounding
+// to 16 bits does to a long sum, which operations autocast therefore leaves in fp32, and how fp16
+// is kept from underflowing, in this order. lib/formats.h has the formats, and how a float is
+// rounded to them, bit by bit.
 #include "cs336.h"
 
 // -------------------------------------------------------------------------------------------------
@@ -16,29 +17,36 @@ static float rounded(float x, DType format) {
     if (format == F16) { return fp16_to_float(float_to_fp16(x)); }
     return format == BF16 ? bf16_to_float(float_to_bf16(x)) : x;
 }
+
 struct Accumulation {
     float sum;
     int stalled;  // after so many additions the sum did not move any more
 };
-// Operations run in fp32 and are then rounded to `format`. For fp16 and bf16 this is what one
-// correctly rounded operation gives: fp32's 24 bits are at least 2 p + 2 (p: their 11 and 8 bits).
+// Runs the sum in `format` with x in `addend_format`; returns it, and when it stalled. Operations
+// run in fp32 and are then rounded to `format`. For fp16 and bf16 this is what one correctly
+// rounded operation gives: fp32's 24 bits are at least 2 p + 2 (p: their 11 and 8 bits).
 static Accumulation accumulate(DType format, DType addend_format) {
     float x = rounded(0.01f, addend_format), s = 0;
     int stalled = 0;
+
     for (int i = 1; i <= ADDITIONS; i++) {
         float t = rounded(s + x, format);
         if (t != s) { stalled = i; }
         s = t;
     }
+
     return {s, stalled};
 }
 
+// Prints the sums of the handout's four ways and of bf16, each with the two parts of its error, and
+// what they show.
 int cmd_mixed_precision_accumulation(const Options& o) {
     if (o.device == "cuda") { note("device cuda: these sums are the CPU's on every machine"); }
     struct Row {
         const char* what;
         DType format, addend;
     };
+
     // The first four are the handout's. Widening an addend to fp32 changes nothing, so rows 3 and 4
     // are one computation.
     const Row rows[] = {{"fp32 += fp32", F32, F32},
@@ -46,13 +54,15 @@ int cmd_mixed_precision_accumulation(const Options& o) {
                         {"fp32 += fp16", F32, F16},
                         {"fp32 += fp32(fp16)", F32, F16},
                         {"bf16 += bf16", BF16, BF16}};
+
     Table table{strprintf("mixed_precision_accumulation: 0.01 added %d times, device cpu",
                           ADDITIONS),
                 {"what", "sum", "error against 10", "rounding the addend", "rounding the sum",
                  "stops after"}};
+
     for (const Row& row : rows) {
         Accumulation a = accumulate(row.format, row.addend);
-        // of the rounded addends
+        // The exact sum of the rounded addends parts the two errors.
         double exact_sum = ADDITIONS * (double)rounded(0.01f, row.addend);
         table.row(row.what, strprintf("%.7f", a.sum), strprintf("%.7f", a.sum - 10.0),
                   strprintf("%.7f", exact_sum - 10), strprintf("%.7f", a.sum - exact_sum),
@@ -79,9 +89,9 @@ int cmd_mixed_precision_accumulation(const Options& o) {
 // this toy model: the gradient of a cast casts back. (The Transformer's may be 16-bit outside mode
 // eager: see Gradient in lib/lib.h.)
 
-// y = (x - mean) / sqrt(var + eps) * weight + bias over the last dimension, var = mean((x -
-// mean)^2). PyTorch's layer_norm is one operation on autocast's fp32 list, so its input is widened
-// first.
+// Returns y = (x - mean) / sqrt(var + eps) * weight + bias over the last dimension, with var =
+// mean((x - mean)^2). PyTorch's layer_norm is one operation on autocast's fp32 list, so its input
+// is widened first.
 static Tensor layer_norm(const Tensor& x16, const Tensor& weight, const Tensor& bias, float eps) {
     Tensor x = cast(x16, F32);
     Tensor centred = sub(x, mean_last(x));
@@ -89,9 +99,9 @@ static Tensor layer_norm(const Tensor& x16, const Tensor& weight, const Tensor& 
     return add(mul(mul(centred, rsqrt(add_scalar(variance, eps))), weight), bias);
 }
 
-// mean over n of log(sum_v exp(logits[n,v])) - logits[n, targets[n]], with the largest logit taken
-// off first so that exp cannot overflow. On autocast's fp32 list, like layer_norm. logits [N,V],
-// targets I32 [N] -> [].
+// Returns the mean over n of log(sum_v exp(logits[n,v])) - logits[n, targets[n]]. The largest logit
+// is taken off first, so that exp cannot overflow. It is on autocast's fp32 list, like layer_norm.
+// logits [N,V], targets I32 [N] -> [].
 static Tensor toy_cross_entropy(const Tensor& logits16, const Tensor& targets) {
     Tensor logits = cast(logits16, F32);
     // Any constant will do, so none of the gradient goes through it.
@@ -106,22 +116,26 @@ static const char* const toy_components[] = {"model parameters within the autoca
                                              "loss",
                                              "gradients"};
 constexpr int LAYER_NORM = 2;
+
 // Runs the handout's ToyModel (fc1 - ReLU - LayerNorm - fc2, cross-entropy) forward and backward on
 // context.device under autocast to bf16 or fp16, and returns the dtypes of its components.
 static std::vector<DType> toy_model_dtypes(Precision precision) {
     RestoreContext restore;
     context.precision = precision;
     context.recording = true;
+
     const int64_t N = 8, in = 5, hidden = 10, out = 3;
     auto leaf = [](const Shape& shape, const char* name, float mean, float std) {
         Tensor t = empty(shape, F32, PARAMETERS);
         fill_normal(t, 0, key_of(name), mean, std);
         return require_gradient(t);
     };
+
     Tensor fc1 = leaf({hidden, in}, "fc1.weight", 0, 0.4f),
            fc2 = leaf({out, hidden}, "fc2.weight", 0, 0.4f);
     Tensor ln_weight = leaf({hidden}, "ln.weight", 1, 0.1f),
            ln_bias = leaf({hidden}, "ln.bias", 0, 0.1f);
+
     Tensor x = empty({N, in}, F32, INPUTS);
     fill_normal(x, 0, key_of("x"), 0, 1);
     Tensor targets = from_ints({0, 1, 2, 0, 1, 2, 0, 1}, {N});
@@ -131,21 +145,26 @@ static std::vector<DType> toy_model_dtypes(Precision precision) {
     Tensor logits = linear(after_ln, fc2);
     Tensor loss = toy_cross_entropy(logits, targets);
     backward(loss);
+
     return {fc1.dtype,    after_fc1.dtype, after_ln.dtype,
             logits.dtype, loss.dtype,      fc1.gradient->value.dtype};
 }
 
+// Prints the dtypes of the toy model's components under both autocasts, and the answers to (a) and
+// (b).
 void print_toy_models() {
     const std::vector<DType> half = toy_model_dtypes(PREC_FP16), bf16 = toy_model_dtypes(PREC_BF16);
     Table table{strprintf("ToyModel: dtypes as seen, device %s, batch 8, 5 -> 10 -> 3",
                           name_of(context.device)),
                 {"component", "under autocast to fp16", "to bf16"}};
+
     std::vector<std::string> seen;
     for (size_t i = 0; i < half.size(); i++) {
         table.row(toy_components[i], half[i], bf16[i]);
         seen.push_back(std::string(toy_components[i]) + " " + name_of(half[i]));
     }
     print(table);
+
     answer("a", "Under autocast to fp16: %s.", list_of(seen).c_str());
     answer(
         "b",
@@ -166,9 +185,12 @@ void print_toy_models() {
 // that works is not known beforehand and changes during training, so it is searched for: up now and
 // then, and down when something overflows.
 
+// Halves the scale after a step that found inf or NaN, and doubles it after growth_interval good
+// steps in a row, unless it would become infinite.
 void update_scale(LossScaler& scaler, bool found_inf) {
     if (found_inf) {
-        scaler.scale /= 2, scaler.good_steps = 0;
+        scaler.scale /= 2;
+        scaler.good_steps = 0;
     } else if (++scaler.good_steps >= scaler.growth_interval) {
         if (std::isfinite(scaler.scale * 2)) { scaler.scale *= 2; }
         scaler.good_steps = 0;
