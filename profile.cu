@@ -1,45 +1,69 @@
-// profile.cu: section 1.1.4, nsys_profile: which kernels a step spends its time in; and
-// section 1.1.6, memory_profiling: where its memory goes. Each: what was recorded, its tables, its
-// answers.
+// profile.cu: where a step's time goes (section 1.1.4) and where its memory goes (1.1.6). It has,
+// in this order: what a trace holds, and by which names of ranges it is sorted; nsys_profile; the
+// trace files that --trace writes; memory_profiling, with the file for PyTorch's viewer. Both
+// problems go from what is measured over tables and answers to the command. A reader may begin with
+// either: at its struct (ProfileRun, MemoryRun), then at its command.
 #include "cs336.h"
 
 #include <nlohmann/json.hpp>
 
 using Json = nlohmann::json;
 
-static std::string short_kernel_name(std::string s) {  // "void f<int>(float*)" -> "f<int>"
-    const std::string anonymous = "(anonymous namespace)::";
-    for (size_t at; (at = s.find(anonymous)) != std::string::npos;) {
-        s.erase(at, anonymous.size());
+// -------------------------------------------------------------------------------------------------
+// Kernels and their ranges
+
+// This file sorts work by the names of the ranges around it. They are:
+//   "matmul"                     lib/matmul.cu, around every matrix product
+//   "attention"                  attention.cu and flash.cu, around all of it
+//   "softmax"                    attention.cu, both by its definition and fused
+//   "rope", "swiglu", "rmsnorm"  layers.cu
+//   "layer"                      model.cu, around a block
+//   "optimizer"                  model.cu and layers.cu: AdamW
+//   "step", "forward"            profile_phase below; model.cu. Only cut off from paths.
+// Whoever renames a range renames it here, too: else its share of the time becomes 0 % (a test of
+// --trace finds that).
+
+// Takes the prefixes off the text, in their order, each if it is there.
+static std::string without(std::string text, std::initializer_list<const char*> prefixes) {
+    for (const char* prefix : prefixes) {
+        if (text.compare(0, strlen(prefix), prefix) == 0) { text.erase(0, strlen(prefix)); }
     }
-    if (s.compare(0, 5, "void ") == 0) { s.erase(0, 5); }
-    // Template arguments may have parentheses, too.
-    return s.find('<') < s.find('(') ? s.substr(0, s.find(">(") + 1) : s.substr(0, s.find('('));
+    return text;
 }
 
-static std::string without(std::string path, std::initializer_list<const char*> outer) {
-    for (const char* range : outer) {
-        if (path.compare(0, strlen(range), range) == 0) { path.erase(0, strlen(range)); }
+// Shortens a kernel's signature to its name: "void f<int>(float*)" becomes "f<int>".
+static std::string short_kernel_name(std::string s) {
+    const std::string anonymous = "(anonymous namespace)::";
+    for (size_t at = s.find(anonymous); at != std::string::npos; at = s.find(anonymous)) {
+        s.erase(at, anonymous.size());
     }
-    return path;
+    s = without(s, {"void "});
+
+    // Template arguments may hold parentheses, too: "f<(E)3>(float*)".
+    const bool is_template = s.find('<') < s.find('(');
+    return s.substr(0, is_template ? s.find(">(") + 1 : s.find('('));
 }
-// Ranges as paths. A backward step stands below its own `backward`, and then where the forward
-// recorded it: step/backward/layer/attention/softmax.
+
+// Returns the path of each range of the trace, from the outermost range to itself. A backward step
+// stands below the range `backward`, and from there on where the forward recorded it:
+// step/backward/layer/attention/softmax.
 static std::vector<std::string> range_paths(const Trace& trace) {
     std::vector<std::string> paths;
     for (const TracedRange& r : trace.ranges) {  // parents stand before their children
-        std::string above = r.parent < 0 ? "" : paths[r.parent], own = r.name;
+        const std::string above = r.parent < 0 ? "" : paths[r.parent];
+        std::string own = r.name;
         if (r.recorded_in >= 0) { own = without(paths[r.recorded_in], {"step/", "forward/"}); }
+
         paths.push_back(above.empty() || own.empty() ? above + own : above + "/" + own);
     }
     return paths;
 }
-static bool passes(const std::string& path, const char* range) {
+static bool is_inside(const std::string& path, const char* range) {
     return ("/" + path + "/").find(std::string("/") + range + "/") != std::string::npos;
 }
 
-// Without kernels (on the CPU): each range as work of its own, for the time that was not spent in
-// ranges inside it.
+// Makes work of the ranges themselves, for the CPU, which runs no kernels: each range lasts as long
+// as the time that was not spent in the ranges inside it.
 static std::vector<TracedWork> work_of_ranges(const Trace& trace) {
     std::vector<TracedWork> work;
     for (const TracedRange& r : trace.ranges) {
@@ -49,14 +73,16 @@ static std::vector<TracedWork> work_of_ranges(const Trace& trace) {
     return work;
 }
 
-struct Launches {  // of a kernel
-    std::string kernel, path;
-    std::vector<double> ns;
+struct Launches {  // of one kernel
+    std::string kernel;
+    std::string path;        // of the range in which it was launched
+    std::vector<double> ns;  // the time of each launch
 };
 using Kernels = std::vector<Launches>;
 
+// Returns the work of the trace that lies in some range, one entry for each launch.
 static Kernels kernels_of(const Trace& trace) {
-    const std::vector<std::string> paths = range_paths(trace);
+    const auto paths = range_paths(trace);
     Kernels all;
     for (const TracedWork& w : trace.work) {
         if (w.range >= 0) {
@@ -72,26 +98,30 @@ static double total(const Kernels& all) {  // ns
     }
     return sum;
 }
-// Those in a range, or outside of it. With a matrix product's are those that cuBLAS clears or
-// copies with before it.
-static Kernels in(const Kernels& all, const char* range, bool wanted = true) {
-    Kernels some;
-    std::copy_if(all.begin(), all.end(), std::back_inserter(some),
-                 [&](auto& l) { return passes(l.path, range) == wanted; });
-    return some;
-}
-// %
-static double share(const Kernels& part, const Kernels& all) {
+static double share(const Kernels& part, const Kernels& all) {  // % of the time
     return 100 * total(part) / total(all);
 }
 
-// Those to which `key` gives the same text as one, named by it; that with the most time first.
+// Selects the kernels that ran in a range. cuBLAS clears and copies before some products: what it
+// launches for that is inside "matmul", too.
+static Kernels in(const Kernels& all, const char* range, bool wanted = true) {
+    Kernels some;
+    for (const Launches& l : all) {
+        if (is_inside(l.path, range) == wanted) { some.push_back(l); }
+    }
+    return some;
+}
+static Kernels outside(const Kernels& all, const char* range) { return in(all, range, false); }
+
+// Joins all launches to which `key` gives the same text into one entry with that text as its name.
+// Returns the entries, the one with the most time first.
 static Kernels grouped(const Kernels& all, const std::function<std::string(const Launches&)>& key) {
     std::map<std::string, std::vector<double>> groups;
     for (const Launches& l : all) {
         std::vector<double>& ns = groups[key(l)];
         ns.insert(ns.end(), l.ns.begin(), l.ns.end());
     }
+
     Kernels sorted;
     for (auto& [name, ns] : groups) { sorted.push_back({name, "", ns}); }
     std::stable_sort(sorted.begin(), sorted.end(),
@@ -117,64 +147,73 @@ struct ProfileRun {  // of one size and length
     Stats in_trace = stats_of({NAN});  // ms of a forward; NAN: none was traced
     std::string no_kernels = "";       // why none were traced
 };
+using ProfileRuns = std::vector<ProfileRun>;
 
-// The trace's forwards without the first, in ms: each from its first kernel's start to its last
-// one's end.
+// Returns the time of the trace's forwards in ms, without the first: each lasts from its first
+// kernel's start to its last one's end. NAN: fewer than two were traced.
 static Stats forward_in_trace(const Trace& trace) {
-    std::map<int, std::pair<int64_t, int64_t>> passes;  // by their outermost range: start, end
-    for (const TracedWork& w : trace.work) {            // by start
-        int outer = w.range;
-        while (outer >= 0 && trace.ranges[outer].parent >= 0) {
-            outer = trace.ranges[outer].parent;
-        }
-        auto& [start, end] = passes.emplace(outer, std::make_pair(w.start, w.end)).first->second;
-        end = std::max(end, w.end);
+    // By the forward's outermost range: its first work, with the end of its last.
+    std::map<int, TracedWork> forwards;
+    for (const TracedWork& w : trace.work) {  // by start
+        if (w.range < 0) { continue; }
+        int outermost = w.range;
+        while (trace.ranges[outermost].parent >= 0) { outermost = trace.ranges[outermost].parent; }
+
+        TracedWork& whole = forwards.emplace(outermost, w).first->second;
+        whole.end = std::max(whole.end, w.end);
     }
-    passes.erase(-1);
+
     std::vector<double> ms;
-    for (const auto& [range, p] : passes) { ms.push_back((p.second - p.first) / 1e6); }
-    return ms.size() < 2 ? stats_of({NAN}) : stats_of({ms.begin() + 1, ms.end()});
+    for (const auto& [range, whole] : forwards) { ms.push_back((whole.end - whole.start) / 1e6); }
+    if (ms.size() < 2) { return stats_of({NAN}); }
+    return stats_of({ms.begin() + 1, ms.end()});
 }
 
+// Times a phase by the clock, then traces it, and leaves both in r. If --trace asks for it, the
+// trace is kept in `traces`, too.
 static void profile_phase(ProfileRun& r, Phase phase, const Options& o,
                           std::vector<Trace>& traces) {
     ProfiledPhase& p = phase == FORWARD ? r.forward : r.step;
+    auto measure = [&] {
+        Model model = random_model(r.config, o.seed);
+        const Batch batch = random_batch(r.B, r.T, r.config.vocab_size, o.seed);
+        LossScaler scaler;
+        auto pass = [&] {
+            if (phase == FORWARD) { return run_phase(phase, model, batch, scaler); }
+            Range range("step");
+            run_phase(phase, model, batch, scaler);
+        };
+        p.ms = stats_of(time_ms(o.warmup[0], o.steps, pass));
+
+        start_tracing();
+        time_ms(1, o.steps, pass);
+        Trace trace = stop_tracing();
+        if (!o.trace.empty()) { traces.push_back(trace); }
+
+        if (context.device == CPU) { trace.work = work_of_ranges(trace); }
+        p.kernels = kernels_of(trace);
+        if (phase == FORWARD) {
+            r.in_trace = forward_in_trace(trace);
+            r.no_kernels = trace.no_kernels;
+        }
+    };
     p.oom = run_if_fits(row_of(r.config, r.B, r.T, phase),
-                        predicted_peak(r.config, r.B, r.T, phase), [&] {
-                            Model model = random_model(r.config, o.seed);
-                            const Batch batch = random_batch(r.B, r.T, r.config.vocab_size, o.seed);
-                            LossScaler scaler;
-                            auto pass = [&] {
-                                if (phase == FORWARD) {
-                                    return run_phase(phase, model, batch, scaler);
-                                }
-                                Range range("step");
-                                run_phase(phase, model, batch, scaler);
-                            };
-                            p.ms = stats_of(time_ms(o.warmup[0], o.steps, pass));
-                            start_tracing();
-                            time_ms(1, o.steps, pass);
-                            Trace trace = stop_tracing();
-                            if (!o.trace.empty()) { traces.push_back(trace); }
-                            if (context.device == CPU) { trace.work = work_of_ranges(trace); }
-                            p.kernels = kernels_of(trace);
-                            if (phase == FORWARD) {
-                                r.in_trace = forward_in_trace(trace);
-                                r.no_kernels = trace.no_kernels;
-                            }
-                        });
+                        predicted_peak(r.config, r.B, r.T, phase), measure);
 }
 
 static double ms_of(const ProfileRun& r, const Kernels& all) {  // per pass; NAN: there are none
     return all.empty() ? NAN : total(all) / 1e6 / r.passes;
 }
-static std::string where(const ProfileRun& r) {
+static double per_pass(const Launches& l, int passes) {  // how often the kernel runs in a pass
+    return (double)l.ns.size() / passes;
+}
+static std::string size_and_length(const ProfileRun& r) {
     return strprintf("%s at context length %d", r.config.name.c_str(), r.T);
 }
 
-// A kernel's name as a cell: in csv all of it; else 25 characters, so that its table stays within
-// 120 columns, from behind what many names begin with. They stand so in the whole name: a search
-// for them finds it.
+// Shortens a kernel's name to a cell. In csv it is the whole name. In Markdown it is 25 characters,
+// so that the table stays within 120 columns, and what many names begin with is left out. These
+// characters stand together in the whole name, so a search for them finds it.
 static std::string name_cell(std::string name) {
     constexpr size_t MOST = 25;
     if (context.csv) { return name; }
@@ -187,62 +226,70 @@ static std::string name_cell(std::string name) {
     return "`" + name.substr(0, MOST) + "`";
 }
 
-// How often a kernel runs in one of the passes.
-static double per_pass(const Launches& l, int passes) { return (double)l.ns.size() / passes; }
-
-static void print_times(const std::vector<ProfileRun>& runs, const std::string& caption) {
+// (a) Prints each run's times: forward by the clock and in the trace, and a whole step.
+static void print_clock_and_trace(const ProfileRuns& runs, const std::string& caption) {
     Table t{
         "nsys_profile (a): means; 'trace': forward from its first start to its last end there; " +
             caption,
         {"size", "S", "forward ms", "std", "trace ms", "difference %", "step ms", "std"}};
-    for (const ProfileRun& r : runs) {
-        auto mean = [](const ProfiledPhase& p) {
-            return p.oom ? oom_cell(p.oom) : strprintf("%.3f", p.ms.mean);
-        };
-        auto std = [](const ProfiledPhase& p) { return p.oom ? "" : deviation(p.ms, "%.3f"); };
+    auto mean = [](const ProfiledPhase& p) {
+        return p.oom ? oom_cell(p.oom) : strprintf("%.3f", p.ms.mean);
+    };
+    auto std = [](const ProfiledPhase& p) { return p.oom ? "" : deviation(p.ms, "%.3f"); };
 
+    for (const ProfileRun& r : runs) {
         t.row(r.config.name, r.T, mean(r.forward), std(r.forward), r.in_trace.mean,
               100 * (r.in_trace.mean / r.forward.ms.mean - 1), mean(r.step), std(r.step));
     }
     print(t);
 }
-static void print_top_kernels(const std::vector<ProfileRun>& runs, const std::string& caption) {
+
+// (b) Prints the kernel that takes the most time, in forward, and in forward and backward.
+static void print_top_kernels(const ProfileRuns& runs, const std::string& caption) {
     Table t{"nsys_profile (b): what takes the most time; " + caption,
             {"size", "S", "phase", "%", "times per pass", "name"}};
+    auto add = [&](const ProfileRun& r, const char* phase, const Kernels& all) {
+        if (all.empty()) { return; }
+        const Launches top = by_name(all)[0];
+        t.row(r.config.name, r.T, phase, strprintf("%.1f", share({top}, all)),
+              per_pass(top, r.passes), name_cell(top.kernel));
+    };
     for (const ProfileRun& r : runs) {
-        for (auto& [phase, all] : {std::make_pair("forward", r.forward.kernels),
-                                   {"forward+backward", in(r.step.kernels, "optimizer", false)}}) {
-            if (all.empty()) { continue; }
-            const Launches top = by_name(all)[0];
-            t.row(r.config.name, r.T, phase, strprintf("%.1f", share({top}, all)),
-                  per_pass(top, r.passes), name_cell(top.kernel));
-        }
+        add(r, "forward", r.forward.kernels);
+        add(r, "forward+backward", outside(r.step.kernels, "optimizer"));
     }
     print(t);
 }
-static void print_shares(const std::vector<ProfileRun>& runs, const std::string& caption) {
+
+// (c), (d), (e) Prints the shares of matrix products and of other parts, AdamW's time, and how
+// attention's time divides into softmax and products.
+static void print_shares(const ProfileRuns& runs, const std::string& caption) {
     Table t{"nsys_profile (c), (d), (e): matrix products and other parts, % of forward's time; " +
                 caption,
             {"size", "S", "matmul", "softmax", "rope", "swiglu", "rmsnorm", "step: matmul",
              "AdamW ms", "softmax ms", "products ms"}};
+    auto percent = [](const Kernels& part, const Kernels& all) {
+        return all.empty() ? "" : strprintf("%.1f", share(part, all));
+    };
     for (const ProfileRun& r : runs) {
-        const Kernels &all = r.forward.kernels, &step = r.step.kernels;
+        const Kernels& all = r.forward.kernels;
+        const Kernels& step = r.step.kernels;
         if (all.empty()) { continue; }
-        const Kernels others = in(all, "matmul", false), attention = in(all, "attention");
-        auto percent = [](double x) { return strprintf("%.1f", x); };
-        auto part = [&](const char* range) { return percent(share(in(others, range), all)); };
-        t.row(r.config.name, r.T, percent(share(in(all, "matmul"), all)), part("softmax"),
-              part("rope"), part("swiglu"), part("rmsnorm"),
-              step.empty() ? "" : percent(share(in(step, "matmul"), step)),
+        const Kernels others = outside(all, "matmul"), attention = in(all, "attention");
+        auto other = [&](const char* range) { return percent(in(others, range), all); };
+        t.row(r.config.name, r.T, percent(in(all, "matmul"), all), other("softmax"), other("rope"),
+              other("swiglu"), other("rmsnorm"), percent(in(step, "matmul"), step),
               ms_of(r, in(step, "optimizer")), ms_of(r, in(attention, "softmax")),
               ms_of(r, in(attention, "matmul")));
     }
     print(t);
 }
+
 static std::string with_unit(double ns) {  // as nsys prints times: a unit in each cell
     return ns >= 1e6 ? strprintf("%.2f ms", ns / 1e6) : strprintf("%.2f μs", ns / 1e3);
 }
-// Time of all passes, but totals and instances of one.
+// Prints the ten kernels with the most time as nsys' summary does. Total time and instances are
+// those of one pass; the other columns are over the launches of all passes.
 static void print_summary(const Kernels& all, int passes, const std::string& caption) {
     const Kernels kernels = by_name(all);
     const size_t rows = std::min<size_t>(10, kernels.size());
@@ -250,50 +297,54 @@ static void print_summary(const Kernels& all, int passes, const std::string& cap
                       caption.c_str()),
             {"Time", "Total Time", "Instances", "Avg", "Med", "Min", "Max", "StdDev", "Name"}};
     for (size_t i = 0; i < rows; i++) {
-        const Stats ns = stats_of(kernels[i].ns);
-        t.row(strprintf("%.1f%%", share({kernels[i]}, all)),
-              with_unit(total({kernels[i]}) / passes),
-              strprintf("%g", per_pass(kernels[i], passes)), with_unit(ns.mean),
-              with_unit(ns.median), with_unit(ns.min), with_unit(ns.max), with_unit(ns.std),
-              name_cell(kernels[i].kernel));
+        const Launches& l = kernels[i];
+        const Stats ns = stats_of(l.ns);
+        t.row(strprintf("%.1f%%", share({l}, all)), with_unit(total({l}) / passes),
+              strprintf("%g", per_pass(l, passes)), with_unit(ns.mean), with_unit(ns.median),
+              with_unit(ns.min), with_unit(ns.max), with_unit(ns.std), name_cell(l.kernel));
     }
     print(t);
 }
 
+// (a) Compares forward's time by the clock with its time in the trace.
 static void answer_times(const ProfileRun& r) {
     const double clock = r.forward.ms.mean, traced = r.in_trace.mean;
     if (std::isnan(traced)) {
         return answer("a", "Forward takes %.1f ms by the clock; no kernels were traced: %s (%s).",
-                      clock, r.no_kernels.c_str(), where(r).c_str());
+                      clock, r.no_kernels.c_str(), size_and_length(r).c_str());
     }
     const char* within = level(r.forward.ms, r.in_trace);
+    const std::string verdict = within ? strprintf("match %s", within) : "differ";
     answer("a",
            "Forward takes %.1f ms by the clock and %.1f ms in the trace (%s). They %s (%+.1f %%).",
-           clock, traced, where(r).c_str(),
-           within ? strprintf("match %s", within).c_str() : "differ", 100 * (traced / clock - 1));
+           clock, traced, size_and_length(r).c_str(), verdict.c_str(), 100 * (traced / clock - 1));
 }
 
-// Of the kernel with the most time: "`gemm` (40.2 %, 97 times per pass)"
+// Describes the kernel with the most time: "`gemm` (40.2 %, 97 times per pass)".
 static std::string about_first(const Kernels& all, int passes) {
     const Launches top = by_name(all)[0];
     return strprintf("`%s` (%.1f %%, %s per pass)", top.kernel.c_str(), share({top}, all),
                      counted(strprintf("%g", per_pass(top, passes)), "time").c_str());
 }
+// (b) Names the kernel that takes the most time in forward, and whether backward changes that.
 static void answer_top_kernel(const ProfileRun& r) {
-    const Kernels &forward = r.forward.kernels, both = in(r.step.kernels, "optimizer", false);
+    const Kernels& forward = r.forward.kernels;
     answer("b", "In forward %s takes the most time; %s.", about_first(forward, r.passes).c_str(),
-           where(r).c_str());
+           size_and_length(r).c_str());
+
+    const Kernels both = outside(r.step.kernels, "optimizer");
     if (both.empty()) { return; }
     answer("b", "With backward it is %s, %s.",
            by_name(both)[0].kernel == by_name(forward)[0].kernel ? "the same" : "another one",
            about_first(both, r.passes).c_str());
 }
 
-// What is neither matrix product nor AdamW; and the four parts of the model, each by its innermost
-// range, to which most of that goes: "softmax (4.2 %), rope (2.9 %) and swiglu (2.2 %)".
+// What is neither matrix product nor AdamW.
 static Kernels others_in(const Kernels& all) {
-    return in(in(all, "matmul", false), "optimizer", false);
+    return outside(outside(all, "matmul"), "optimizer");
 }
+// Lists the four parts of the model, each named by its innermost range, in which the others take
+// the most time: "softmax (4.2 %), rope (2.9 %), swiglu (2.2 %) and rmsnorm (2.0 %)".
 static std::string largest_others(const Kernels& all) {
     std::vector<std::string> parts;
     for (const Launches& l :
@@ -303,18 +354,23 @@ static std::string largest_others(const Kernels& all) {
     }
     return list_of(parts);
 }
+// (c) Tells forward's share of matrix products and what else takes time. (d) Tells how both change
+// from forward to a whole step.
 static void answer_shares(const ProfileRun& r) {
-    const Kernels &forward = r.forward.kernels, &step = r.step.kernels;
+    const Kernels& forward = r.forward.kernels;
     const double in_forward = share(in(forward, "matmul"), forward);
     answer("c",
            "Of forward's time %.1f %% goes to matrix products (%s). Of the rest most goes to %s.",
-           in_forward, where(r).c_str(), largest_others(forward).c_str());
+           in_forward, size_and_length(r).c_str(), largest_others(forward).c_str());
+
+    const Kernels& step = r.step.kernels;
     if (step.empty()) { return; }
     const double in_step = share(in(step, "matmul"), step);
     answer(
         "d",
         "From forward to a whole step the share of matrix products %s from %.1f to %.1f %% (%s).",
-        in_step < in_forward ? "falls" : "rises", in_forward, in_step, where(r).c_str());
+        in_step < in_forward ? "falls" : "rises", in_forward, in_step, size_and_length(r).c_str());
+
     const Kernels adamw = in(step, "optimizer");
     answer("d",
            "AdamW has no matrix products and takes %.1f of the traced step's %.1f ms (%.1f %%).",
@@ -326,31 +382,31 @@ static void answer_shares(const ProfileRun& r) {
         largest_others(step).c_str());
 }
 
-// FLOPs as the handout counts them: softmax 5 per entry of S (maximum, subtract, exp, sum, divide),
-// the two products 2 D each.
+// (e) Compares softmax with attention's two products, in time and in FLOPs. The handout counts 5
+// FLOPs per score for softmax (maximum, subtract, exp, sum, divide) and 2 D for each product.
 static void answer_softmax(const ProfileRun& r) {
     const Kernels attention = in(r.forward.kernels, "attention");
-    const double softmax = ms_of(r, in(attention, "softmax")),
-                 products = ms_of(r, in(attention, "matmul"));
-    const double D = (double)r.config.d_model / r.config.num_heads, flops = 4 * D / 5,
-                 times = softmax / products;
-
-    if (std::isnan(times)) {
+    const double softmax_ms = ms_of(r, in(attention, "softmax")),
+                 products_ms = ms_of(r, in(attention, "matmul"));
+    const double times_as_long = softmax_ms / products_ms;
+    if (std::isnan(times_as_long)) {
         return answer("e",
                       "Softmax and both products are not apart here (%.2f ms per forward); mode "
                       "eager parts them.",
                       ms_of(r, attention));
     }
+
+    const double D = (double)r.config.d_model / r.config.num_heads, fewer_flops = 4 * D / 5;
     answer("e",
            "Softmax takes %.2f ms per forward and attention's two products %.2f ms (%s). It has %g "
            "times fewer FLOPs (5 per score against 4 x %g), and each takes %.3g times as long.",
-           softmax, products, where(r).c_str(), flops, D, flops * times);
+           softmax_ms, products_ms, size_and_length(r).c_str(), fewer_flops, D,
+           fewer_flops * times_as_long);
 }
 
-// Whose numbers the answers give: of each size, or of the last one, the longest length whose step
-// ran, or else whose forward.
-static std::vector<const ProfileRun*> answered(const std::vector<ProfileRun>& runs,
-                                               bool each_size) {
+// Chooses the runs whose numbers the answers give: of each size, or of the last one only, the
+// longest length whose step ran, or else the longest whose forward did.
+static std::vector<const ProfileRun*> answered(const ProfileRuns& runs, bool each_size) {
     std::vector<const ProfileRun*> found;
     for (const ProfileRun& r : runs) {
         if (r.forward.oom) { continue; }
@@ -364,17 +420,61 @@ static std::vector<const ProfileRun*> answered(const std::vector<ProfileRun>& ru
 }
 static void answer_nsys_profile(const ProfileRun& r) {
     answer_times(r);
-    if (!r.forward.kernels.empty()) { answer_top_kernel(r), answer_shares(r), answer_softmax(r); }
+    if (r.forward.kernels.empty()) { return; }
+    answer_top_kernel(r);
+    answer_shares(r);
+    answer_softmax(r);
 }
-static void print_profile(const std::vector<ProfileRun>& runs, const Options& o) {
+
+// Returns the handout's "longest that fits": the longest power of two above 512 whose step is
+// predicted to need no more bytes than `room`. Where there is none, it is the longest whose forward
+// does; where there is none either, it is 512.
+static int longest_that_fits(const ModelConfig& config, int B, size_t room) {
+    int T = 512;
+    for (Phase phase : {STEP, FORWARD}) {
+        while (predicted_peak(config, B, 2 * T, phase) <= room) { T *= 2; }
+        if (T > 512) { break; }
+    }
+    return T;
+}
+
+// Profiles each size at each length, writes the trace if --trace asks for it, and prints the tables
+// of all runs, the summaries of the last run that is answered, and the answers.
+int cmd_nsys_profile(const Options& o) {
+    context.device = choose_device(o.device);
+    context.each_launch = true;
+    const auto configs = configs_of(o);
+    context.precision = precisions_of(o)[0];
+    context.mode = modes_of(o, configs, {context.precision})[0];
+
+    std::vector<Trace> traces;
+    ProfileRuns runs;
+    for (const ModelConfig& config : configs) {
+        std::set<int> lengths(o.context_lengths.begin(), o.context_lengths.end());
+        if (o.edition == "2026" && !o.quick && !o.has("context_length")) {
+            lengths.insert(
+                longest_that_fits(config, o.batch_size, available_memory(context.device)));
+        }
+        for (int T : lengths) {
+            runs.push_back({config, o.batch_size, T, o.steps + 1});
+            for (Phase phase : {FORWARD, STEP}) { profile_phase(runs.back(), phase, o, traces); }
+        }
+    }
+
+    if (!o.trace.empty()) {  // first: whoever reads the tables may close the pipe
+        write_trace(o.trace, traces, "cs336 " + join(o.command_line, " ") + "; " + origin());
+    }
+
     const std::string setting =
         strprintf("%s; precision %s, mode %s",
                   context.device == CPU ? "ranges of operations by the CPU's clock" : "kernels",
                   name_of(context.precision), name_of(context.mode));
-    print_times(runs, setting + strprintf(", batch %d, warmup %d, steps %d; S: context length",
-                                          o.batch_size, o.warmup[0], o.steps));
-    // which wants each profile
-    const std::vector<const ProfileRun*> all = answered(runs, o.edition == "2026");
+    print_clock_and_trace(runs,
+                          setting + strprintf(", batch %d, warmup %d, steps %d; S: context length",
+                                              o.batch_size, o.warmup[0], o.steps));
+
+    // The 2026 handout wants each size's profile answered.
+    const auto all = answered(runs, o.edition == "2026");
     if (all.empty()) { fail("nsys_profile: no forward fits into memory"); }
     const ProfileRun& last = *all.back();
     if (!last.forward.kernels.empty()) {
@@ -382,175 +482,171 @@ static void print_profile(const std::vector<ProfileRun>& runs, const Options& o)
         print_shares(runs, setting);
         const std::string what =
             strprintf(" of %s; Total Time and Instances: of one pass, the mean of %d; %s",
-                      where(last).c_str(), last.passes, setting.c_str());
+                      size_and_length(last).c_str(), last.passes, setting.c_str());
         print_summary(last.forward.kernels, last.passes, "forward" + what);
         if (!last.step.kernels.empty()) {
             print_summary(last.step.kernels, last.passes, "a step" + what);
         }
     }
     for (const ProfileRun* r : all) { answer_nsys_profile(*r); }
-}
-
-// The handout's "longest that fits": the longest power of two above 512 whose step is predicted to
-// need no more bytes than `room`; where there is none, whose forward does; where there is none
-// either, 512.
-static int longest_that_fits(const ModelConfig& c, int B, size_t room) {
-    int T = 512;
-    for (Phase phase : {STEP, FORWARD}) {
-        while (predicted_peak(c, B, 2 * T, phase) <= room) { T *= 2; }
-        if (T > 512) { break; }
-    }
-    return T;
-}
-
-int cmd_nsys_profile(const Options& o) {
-    context.device = choose_device(o.device);
-    context.each_launch = true;
-    const std::vector<ModelConfig> configs = configs_of(o);
-    context.precision = precisions_of(o)[0];
-    context.mode = modes_of(o, configs, {context.precision})[0];
-    std::vector<Trace> traces;
-    std::vector<ProfileRun> runs;
-    for (const ModelConfig& c : configs) {
-        std::set<int> lengths(o.context_lengths.begin(), o.context_lengths.end());
-        if (o.edition == "2026" && !o.quick && !o.has("context_length")) {
-            lengths.insert(longest_that_fits(c, o.batch_size, available_memory(context.device)));
-        }
-        for (int T : lengths) {
-            runs.push_back({c, o.batch_size, T, o.steps + 1});
-            for (Phase phase : {FORWARD, STEP}) { profile_phase(runs.back(), phase, o, traces); }
-        }
-    }
-    if (!o.trace.empty()) {  // first: whoever reads the tables may close the pipe
-        write_trace(o.trace, traces, "cs336 " + join(o.command_line, " ") + "; " + origin());
-    }
-    print_profile(runs, o);
     return 0;
 }
 
 // -------------------------------------------------------------------------------------------------
-// Trace files: Chrome's format, an event per line
+// Trace files, in Chrome's format: an event per line
 
+static std::string quoted(const std::string& text) {  // a byte that is no UTF-8 becomes U+FFFD
+    return Json(text).dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+// Writes the ranges as slices in their thread's row, and all work as slices in its stream's. The
+// slices of a row have to nest: work that overlaps other work of its stream goes to a further row.
 void write_trace(const std::string& path, const std::vector<Trace>& traces,
                  const std::string& caption, const Communicator& c) {
     std::vector<std::string> events;
-    auto quoted = [](const std::string& text) {  // a byte that is no UTF-8 becomes U+FFFD
-        return Json(text).dump(-1, ' ', false, Json::error_handler_t::replace);
-    };
     auto name = [&](const char* what, int row, const std::string& text) {
         events.push_back(strprintf(R"({"ph":"M","name":"%s","pid":%d,"tid":%d,"args":{"name":%s}})",
                                    what, c.rank, row, quoted(text).c_str()));
     };
     name("process_name", 0, strprintf("rank %d", c.rank));
-    // Times count from midnight, the same one for all ranks: a double has no room for ns since
-    // 1970.
+
+    // Times are µs in a double, which has no room for ns since 1970: they count from midnight.
     constexpr int64_t DAY = 86400LL * 1000000000;  // ns
     const int64_t midnight =
         traces.empty() || traces[0].ranges.empty() ? 0 : traces[0].ranges[0].start / DAY * DAY;
-    std::set<int> rows;  // that have a name
-    auto slice = [&](int row, const std::string& row_name, const char* category,
-                     const std::string& what, int64_t start, int64_t end,
-                     const std::string& ranges) {
-        if (rows.insert(row).second) { name("thread_name", row, row_name); }
-        events.push_back(strprintf(
-            R"({"ph":"X","cat":"%s","name":%s,"pid":%d,"tid":%d,"ts":%.3f,"dur":%.3f,"args":{"path":%s}})",
-            category, quoted(what).c_str(), c.rank, row, (start - midnight) / 1e3,
-            (end - start) / 1e3, quoted(ranges).c_str()));
-    };
-    // (stream, row) -> end of its last slice: slices have to nest
-    std::map<std::pair<unsigned, int>, int64_t> streams;
+
+    // Streams have the rows from STREAMS on, which is more than any thread's number.
+    constexpr int STREAMS = 1 << 24, ROWS_OF_STREAM = 16;
+    std::set<int> named_rows;
+    std::map<std::pair<unsigned, int>, int64_t> last_end;  // of the slices in (stream, row)
     for (const Trace& trace : traces) {
-        const std::vector<std::string> paths = range_paths(trace);
+        const auto paths = range_paths(trace);
+        auto slice = [&](int row, const std::string& row_name, const char* category,
+                         const TracedWork& w) {
+            if (named_rows.insert(row).second) { name("thread_name", row, row_name); }
+            const std::string path = w.range < 0 ? "" : paths[w.range];
+            events.push_back(strprintf(
+                R"({"ph":"X","cat":"%s","name":%s,"pid":%d,"tid":%d,"ts":%.3f,"dur":%.3f,"args":{"path":%s}})",
+                category, quoted(w.name).c_str(), c.rank, row, (w.start - midnight) / 1e3,
+                (w.end - w.start) / 1e3, quoted(path).c_str()));
+        };
+
         for (size_t i = 0; i < trace.ranges.size(); i++) {
             const TracedRange& r = trace.ranges[i];
-            slice(r.thread, strprintf("CPU thread %d", r.thread), "range", r.name, r.start, r.end,
-                  paths[i]);
+            slice(r.thread, strprintf("CPU thread %d", r.thread), "range",
+                  {r.name, (int)i, r.start, r.end});
         }
         for (const TracedWork& w : trace.work) {
             int row = 0;
-            while (streams[{w.stream, row}] > w.start) { row++; }
-            streams[{w.stream, row}] = w.end;
-            slice((1 << 24) + 16 * (int)w.stream + row,  // more than any thread's number
+            while (last_end[{w.stream, row}] > w.start) { row++; }
+            last_end[{w.stream, row}] = w.end;
+
+            slice(STREAMS + ROWS_OF_STREAM * (int)w.stream + row,
                   strprintf("stream %u%s", w.stream, row ? ", overlapping" : ""),
-                  w.name[0] == '[' ? "copy" : "kernel", short_kernel_name(w.name), w.start, w.end,
-                  w.range < 0 ? "" : paths[w.range]);
+                  w.name[0] == '[' ? "copy" : "kernel",
+                  {short_kernel_name(w.name), w.range, w.start, w.end});
         }
     }
-    const std::vector<std::string> of_ranks = gather_text(c, join(events, ",\n"));
+
+    const auto of_ranks = gather_text(c, join(events, ",\n"));
     if (c.rank > 0) { return; }
     save_file(path, "{\"otherData\":{\"caption\":" + quoted(caption) + "},\"traceEvents\":[\n" +
                         join(of_ranks, ",\n") + "\n]}\n");
 }
 
 // -------------------------------------------------------------------------------------------------
-// memory_profiling: the log of our allocations as tables, as answers, and as the pickle that
-// pytorch.org/memory_viz draws
+// memory_profiling: the log of our allocations as a file, as a table and as answers
 
-static std::string path_of(
-    const MemoryEvent& e) {  // "forward/layer/ffn"; "held": there before the log began
+// Returns the ranges around an allocation: "forward/layer/ffn". "held": it was there before the log
+// began.
+static std::string path_of(const MemoryEvent& e) {
     return e.ms == 0 ? "held" : join({e.ranges.begin(), e.ranges.end()}, "/");
 }
-static std::string op_of(const MemoryEvent& e) {  // "attention/softmax exp"
-    // it has no name: its range says what it does
+// Returns which operation allocated: "attention/softmax exp". A lambda has no name, but its range
+// says what it does.
+static std::string op_of(const MemoryEvent& e) {
+    const std::string path = without(path_of(e), {"forward/", "layer/"});
     const bool is_lambda = strcmp(e.at.function, "operator()") == 0;
-    return without(path_of(e), {"forward/", "layer/"}) +
-           (is_lambda ? "" : strprintf(" %s", e.at.function));
+    return is_lambda ? path : path + " " + e.at.function;
 }
 
-// Python's pickle protocol 2: a program for a stack machine, whose last value is the object. The
-// viewer knows few of its instructions; these are enough.
+// The file is what pytorch.org/memory_viz draws: a Python object, pickled by protocol 2. A pickle
+// is a program for a stack machine, whose last value is the object. The viewer knows few of the
+// instructions; these are enough. They have the names of Python's pickletools.
+enum Opcode : char {
+    PROTO = '\x80',  // the protocol's number follows
+    STOP = '.',      // the stack's last value is the object
+    MARK = '(',      // the next SETITEMS or APPENDS takes all values from here on
+    EMPTY_DICT = '}',
+    SETITEMS = 'u',  // keys and values by turns, into the dict below the mark
+    EMPTY_LIST = ']',
+    APPENDS = 'e',     // to the list below the mark
+    BINUNICODE = 'X',  // a text: 4 bytes of length, then the text
+    LONG1 = '\x8a'     // a number: 1 byte of length, then the number
+};
+// Appends to `to` the instructions that push the value.
 static void pickle(std::string& to, const Json& value) {
     auto little_endian = [&](uint64_t number, int bytes) {
         for (int i = 0; i < bytes; i++) { to += (char)(number >> (8 * i)); }
     };
     if (value.is_object()) {
-        to += "}(";
-        for (const auto& [key, x] : value.items()) { pickle(to, key), pickle(to, x); }
-        to += 'u';
+        to += EMPTY_DICT;
+        to += MARK;
+        for (const auto& [key, x] : value.items()) {
+            pickle(to, key);
+            pickle(to, x);
+        }
+        to += SETITEMS;
     } else if (value.is_array()) {
-        // APPENDS a thousand at a time, as Python does: the viewer passes each batch as arguments
-        // of one call, and more than some 100,000 of them overflow its stack.
-        to += ']';
-        for (size_t i = 0; i < value.size(); i++) {
-            if (i % 1000 == 0) { to += '('; }
-            pickle(to, value[i]);
-            if (i % 1000 == 999 || i + 1 == value.size()) { to += 'e'; }
+        // A thousand at a time, as Python does: the viewer passes each batch as arguments of one
+        // call, and more than some 100,000 of them overflow its stack.
+        constexpr size_t BATCH = 1000;
+        to += EMPTY_LIST;
+        for (size_t begin = 0; begin < value.size(); begin += BATCH) {
+            const size_t end = std::min(begin + BATCH, value.size());
+            to += MARK;
+            for (size_t i = begin; i < end; i++) { pickle(to, value[i]); }
+            to += APPENDS;
         }
     } else if (value.is_string()) {
         const auto& text = value.get_ref<const std::string&>();
-        to += 'X', little_endian(text.size(), 4), to += text;
+        to += BINUNICODE;
+        little_endian(text.size(), 4);
+        to += text;
     } else {
-        to += "\x8a\x08", little_endian(value.get<int64_t>(), 8);
+        to += {LONG1, 8};
+        little_endian(value.get<int64_t>(), 8);
     }
 }
 
-// All but the viewer's "Active Memory Timeline" would need PyTorch's segments, which our buffers
-// have none of.
+// Returns an event as the viewer takes it. The stack that it shows for it is the line that
+// allocated, then the ranges around that, innermost first.
+static Json snapshot_event(const MemoryEvent& e, const char* action, const char* category) {
+    Json frames = {
+        {{"filename", basename(e.at.file)}, {"line", e.at.line}, {"name", e.at.function}}};
+    for (size_t i = e.ranges.size(); i > 0; i--) {
+        frames.push_back({{"filename", "range"}, {"line", i}, {"name", e.ranges[i - 1]}});
+    }
+    return {{"action", action}, {"addr", e.address},    {"size", e.bytes},
+            {"stream", 0},      {"category", category}, {"time_us", (int64_t)(e.ms * 1e3)},
+            {"frames", frames}};
+}
+// Returns the log as such a file. It serves the viewer's "Active Memory Timeline"; the other views
+// need PyTorch's segments, of which our buffers have none.
 static std::string snapshot_pickle(const std::vector<MemoryEvent>& log) {
     Json trace = Json::array();
-    auto add = [&](const char* action, const MemoryEvent& e, const char* category) {
-        // The stack that the viewer shows: the line that allocated, then the ranges around it,
-        // innermost first.
-        Json frames = {
-            {{"filename", basename(e.at.file)}, {"line", e.at.line}, {"name", e.at.function}}};
-        for (size_t i = e.ranges.size(); i > 0; i--) {
-            frames.push_back({{"filename", "range"}, {"line", i}, {"name", e.ranges[i - 1]}});
-        }
-        const Json event = {{"action", action},     {"addr", e.address},
-                            {"size", e.bytes},      {"stream", 0},
-                            {"category", category}, {"time_us", (int64_t)(e.ms * 1e3)},
-                            {"frames", frames}};
-        trace.push_back(event);
-    };
     for (const MemoryEvent& e : log) {
-        add(e.is_alloc ? "alloc" : "free_completed", e, name_of(e.category));
+        trace.push_back(
+            snapshot_event(e, e.is_alloc ? "alloc" : "free_completed", name_of(e.category)));
     }
     // Where events have categories and none is called 'unknown', the viewer fails.
-    add("snapshot", {log.empty() ? 0 : log.back().ms, false, 0, 0, ACTIVATIONS, {}, here()},
-        "unknown");
-    std::string bytes = "\x80\x02";
+    MemoryEvent end{};
+    end.ms = log.empty() ? 0 : log.back().ms;
+    end.at = here();
+    trace.push_back(snapshot_event(end, "snapshot", "unknown"));
+
+    std::string bytes = {PROTO, 2};
     pickle(bytes, {{"segments", Json::array()}, {"device_traces", Json::array({trace})}});
-    return bytes + '.';
+    return bytes + (char)STOP;
 }
 
 struct PhaseMemory {
@@ -577,10 +673,12 @@ struct MemoryRun {  // one size and length, in one precision
     size_t largest = 0;                          // allocation of forward, bytes
     std::map<std::string, int> largest_by = {};  // whose they are, and how many
     BlockMemory block{};
+    const PhaseMemory& of(Phase phase) const { return phase == FORWARD ? forward : step; }
 };
 using MemoryRuns = std::vector<MemoryRun>;
 
-// Forward's peak and its largest allocation, without what was there before.
+// Finds in forward's log where its peak was and what its largest allocations are. Buffers that were
+// there before the log began (at 0 ms) count to the peak, but are no allocation of forward.
 static void read_forward(MemoryRun& r, const std::vector<MemoryEvent>& log) {
     size_t now = 0, peak = 0;
     for (const MemoryEvent& e : log) {
@@ -589,84 +687,111 @@ static void read_forward(MemoryRun& r, const std::vector<MemoryEvent>& log) {
             peak = now;
             r.peak_in = path_of(e);
         }
+
         if (!e.is_alloc || e.ms == 0 || e.bytes < r.largest) { continue; }
-        if (e.bytes > r.largest) { r.largest = e.bytes, r.largest_by.clear(); }
+        if (e.bytes > r.largest) {
+            r.largest = e.bytes;
+            r.largest_by.clear();
+        }
         r.largest_by[strprintf("%s (%s:%d)", op_of(e).c_str(), basename(e.at.file), e.at.line)]++;
     }
 }
-// (f) What one block saves for backward: a model of 3 blocks saves just that more than one of 2.
-// Adds what the model's blocks save, `sign` times.
-static void add_saved(BlockMemory& m, const MemoryRun& r, int blocks, uint64_t seed, int sign) {
-    ModelConfig c = r.config;
-    c.num_layers = blocks;
-    const Device device = context.device;
-    Model model = random_model(c, seed);
-    // bytes held when backward leaves a block, from the last block to the first
+
+// Runs forward and backward of a model like r's with so many blocks. Returns what all its blocks
+// save for backward, and how memory changes while backward goes over one of them.
+static BlockMemory saved_by(const MemoryRun& r, int blocks, uint64_t seed) {
+    ModelConfig config = r.config;
+    config.num_layers = blocks;
+    Model model = random_model(config, seed);
+    // The bytes held when backward leaves a block, from the last block to the first: the gradient
+    // of its ln1 comes last.
     std::vector<int64_t> left;
     for (const Layer& layer : model.layers) {
-        layer.ln1.gradient->ready = [&] { left.push_back((int64_t)memory_use(device).now); };
+        layer.ln1.gradient->ready = [&] { left.push_back(memory_use(context.device).now); };
     }
-    std::map<uint64_t, MemoryEvent> held;  // after forward
-    start_memory_log(device);
-    forward_backward(model, random_batch(r.B, r.T, c.vocab_size, seed), 1, [&] {
+
+    std::map<uint64_t, MemoryEvent> saved;  // by address: what blocks still hold after forward
+    start_memory_log(context.device);
+    forward_backward(model, random_batch(r.B, r.T, config.vocab_size, seed), 1, [&] {
         for (const MemoryEvent& e : stop_memory_log()) {
-            const bool ours = e.category == ACTIVATIONS || e.category == WEIGHT_COPIES;
-            held.erase(e.address);
-            if (e.is_alloc && ours && passes(path_of(e), "layer")) { held[e.address] = e; }
+            const bool counts = e.category == ACTIVATIONS || e.category == WEIGHT_COPIES;
+            saved.erase(e.address);
+            if (e.is_alloc && counts && is_inside(path_of(e), "layer")) { saved[e.address] = e; }
         }
     });
-    for (const auto& [address, e] : held) {
-        const int64_t bytes = sign * (int64_t)e.bytes;
-        m.by_op[op_of(e)] += bytes, m.bytes += bytes;
-        m.copies += e.category == WEIGHT_COPIES ? bytes : 0;
+
+    BlockMemory m;
+    for (const auto& [address, e] : saved) {
+        m.by_op[op_of(e)] += e.bytes;
+        m.bytes += e.bytes;
+        if (e.category == WEIGHT_COPIES) { m.copies += e.bytes; }
     }
     m.change = left[1] - left[0];
+    return m;
 }
+// (f) Finds what one block saves for backward: what a model of three blocks saves more than one of
+// two. By the formula a block's gradients are those of four matrices C x C, three C x F, and two
+// norms.
 static void profile_block(MemoryRun& r, uint64_t seed) {
     ModelConfig largest = r.config;
     largest.num_layers = 3;
-    r.block.oom =
-        run_if_fits(row_of(largest, r.B, r.T, FORWARD_BACKWARD) + ", 3 blocks",
-                    predicted_peak(largest, r.B, r.T, FORWARD_BACKWARD),
-                    [&] { add_saved(r.block, r, 2, seed, -1), add_saved(r.block, r, 3, seed, 1); });
+    auto measure = [&] {
+        const BlockMemory two = saved_by(r, 2, seed);
+        r.block = saved_by(r, 3, seed);
+        for (const auto& [op, bytes] : two.by_op) { r.block.by_op[op] -= bytes; }
+        r.block.bytes -= two.bytes;
+        r.block.copies -= two.copies;
+    };
+    r.block.oom = run_if_fits(row_of(largest, r.B, r.T, FORWARD_BACKWARD) + ", 3 blocks",
+                              predicted_peak(largest, r.B, r.T, FORWARD_BACKWARD), measure);
+
     const int64_t C = r.config.d_model, F = r.config.d_ff;
-    const int64_t stream = size_of(weight_dtype(r.precision));
+    const int64_t of_norm = size_of(weight_dtype(r.precision));
     const bool halved =
-        stream == 2 || (context.mode != EAGER && size_of(matmul_dtype(r.precision)) == 2);
-    r.block.formula = (4 * C * C + 3 * C * F) * (halved ? 2 : 4) + 2 * C * stream;
+        of_norm == 2 || (context.mode != EAGER && size_of(matmul_dtype(r.precision)) == 2);
+    r.block.formula = (4 * C * C + 3 * C * F) * (halved ? 2 : 4) + 2 * C * of_norm;
 }
 
-// On context.device; pickles into `folder`, if any.
-static MemoryRun profile_memory(const ModelConfig& c, Precision precision, int B, int T,
+// Measures one size and length in one precision, on context.device. Runs each phase twice and logs
+// the second run: its peak and, of forward, what the log tells; the log is saved in `folder`,
+// unless that is "". Then measures a block.
+static MemoryRun profile_memory(const ModelConfig& config, Precision precision, int B, int T,
                                 uint64_t seed, const std::string& folder) {
-    MemoryRun r{c, precision, B, T};
+    MemoryRun r{config, precision, B, T};
     context.precision = precision;
     for (Phase phase : {FORWARD, STEP}) {
         PhaseMemory& m = phase == FORWARD ? r.forward : r.step;
-        m.oom = run_if_fits(row_of(c, B, T, phase), predicted_peak(c, B, T, phase), [&] {
-            Model model = random_model(c, seed);
-            Batch batch = random_batch(B, T, c.vocab_size, seed);
+        auto measure = [&] {
+            Model model = random_model(config, seed);
+            const Batch batch = random_batch(B, T, config.vocab_size, seed);
             LossScaler scaler;
-            // from here on gradients, moments and the libraries' own are there
+            // Gradients, moments and the libraries' own memory come with the first run and stay.
             run_phase(phase, model, batch, scaler);
+
             synchronize();
             reset_peak(context.device);
             start_memory_log(context.device);
             run_phase(phase, model, batch, scaler);
-            const std::vector<MemoryEvent> log = stop_memory_log();
+            const auto log = stop_memory_log();
             m.use = memory_use(context.device);
             if (phase == FORWARD) { read_forward(r, log); }
+
             if (folder.empty()) { return; }
             save_file(strprintf("%s/snapshot_%s_%s_%d_%s.pickle", folder.c_str(), name_of(phase),
-                                c.name.substr(0, c.name.find(" (")).c_str(), T, name_of(precision)),
+                                config.name.substr(0, config.name.find(" (")).c_str(), T,
+                                name_of(precision)),
                       snapshot_pickle(log));
-        });
+        };
+        m.oom =
+            run_if_fits(row_of(config, B, T, phase), predicted_peak(config, B, T, phase), measure);
     }
+
     profile_block(r, seed);
-    stop_memory_log();  // of what ran out of memory
+    stop_memory_log();  // what ran out of memory left it on
     return r;
 }
 
+// (b), (c) Prints the peaks of both phases.
 static void print_peaks(const MemoryRuns& runs, const std::string& caption) {
     Table t{"memory_profiling (b), (c): " + caption,
             {"context length", "precision", "forward peak MiB", "full step peak MiB"}};
@@ -677,24 +802,28 @@ static void print_peaks(const MemoryRuns& runs, const std::string& caption) {
     print(t);
 }
 
-// The answers' run: the first precision's longest whose phase fits. Null: none fits.
-static const MemoryRun* longest(const MemoryRuns& runs, PhaseMemory MemoryRun::*phase) {
+// Finds the run that the answers are about: the first precision's longest whose phase fits. Null:
+// none fits.
+static const MemoryRun* longest(const MemoryRuns& runs, Phase phase) {
     const MemoryRun* found = nullptr;
     for (const MemoryRun& r : runs) {
-        if (r.precision == runs[0].precision && !(r.*phase).oom) { found = &r; }
+        if (r.precision == runs[0].precision && !r.of(phase).oom) { found = &r; }
     }
     return found;
 }
+
+// (a) Tells what forward alone has above the weights, and where its peak is.
 static void answer_forward(const MemoryRun& r) {
     const size_t* by = r.forward.use.peak_by;
+    const std::string peak =
+        is_inside(r.peak_in, "layer") ? "one equal peak per layer" : "one peak, in " + r.peak_in;
     answer("a",
            "Forward alone keeps nothing for backward: above the weights (%.1f MiB%s) it has %s, "
            "%.1f MiB at context length %d.",
            mib_of(by[PARAMETERS]), by[WEIGHT_COPIES] ? " and their growing 16-bit copies" : "",
-           passes(r.peak_in, "layer") ? "one equal peak per layer"
-                                      : ("one peak, in " + r.peak_in).c_str(),
-           mib_of(by[ACTIVATIONS]), r.T);
+           peak.c_str(), mib_of(by[ACTIVATIONS]), r.T);
 }
+// (a) Tells how each block changes memory in a step, at each length.
 static void answer_stages(const MemoryRuns& runs) {
     std::vector<std::string> changes;
     for (const MemoryRun& r : runs) {
@@ -702,37 +831,41 @@ static void answer_stages(const MemoryRuns& runs) {
         changes.push_back(strprintf("%+.1f MiB in forward, %+.1f in backward (%d tokens)",
                                     mib_of(r.block.bytes), mib_of(r.block.change), r.T));
     }
-    if (!changes.empty()) {
-        answer("a",
-               "A step changes memory per block by %s. In backward a block's activations go and "
-               "its gradients come.",
-               list_of(changes).c_str());
-    }
+    if (changes.empty()) { return; }
+    answer("a",
+           "A step changes memory per block by %s. In backward a block's activations go and its "
+           "gradients come.",
+           list_of(changes).c_str());
 }
-static void answer_peaks(const MemoryRun& r) {
+static void answer_peaks(const MemoryRun& r) {  // (b)
     const size_t step = r.step.oom ? r.step.oom : r.step.use.peak;
     answer("b", "At context length %d forward's peak is %.1f GiB; a step's %s %.1f GiB (%s, %s).",
            r.T, mib_of(r.forward.use.peak) / 1024, r.step.oom ? "does not fit with" : "is",
            mib_of(step) / 1024, r.config.name.c_str(), name_of(r.precision));
 }
-static void answer_precision(const MemoryRuns& runs, const char* what,
-                             PhaseMemory MemoryRun::*phase) {
+
+// (c) Tells how a phase's peak changes from the first precision to each other one, at the longest
+// length that fits in the first.
+static void answer_precision(const MemoryRuns& runs, Phase phase) {
     const MemoryRun* high = longest(runs, phase);
+    if (!high) { return; }
     for (const MemoryRun& low : runs) {
-        if (!high || low.T != high->T || low.precision == high->precision || (low.*phase).oom) {
-            continue;
-        }
-        const MemoryUse &from = (high->*phase).use, &to = (low.*phase).use;
+        if (low.T != high->T || low.precision == high->precision || low.of(phase).oom) { continue; }
+        const MemoryUse& from = high->of(phase).use;
+        const MemoryUse& to = low.of(phase).use;
         const double all = (double)to.peak - from.peak;
         const double copies = (double)to.peak_by[WEIGHT_COPIES] - from.peak_by[WEIGHT_COPIES];
         answer("c",
                "%s's peak changes by %+.1f %% from %s to %s (context length %d): 16-bit copies of "
                "weights by %+.1f MiB, and all else by %+.1f MiB.",
-               what, 100 * all / from.peak, name_of(high->precision), name_of(low.precision), low.T,
-               mib_of(copies), mib_of(all - copies));
+               phase == FORWARD ? "Forward" : "A step", 100 * all / from.peak,
+               name_of(high->precision), name_of(low.precision), low.T, mib_of(copies),
+               mib_of(all - copies));
     }
 }
-// (d) Of each length, and of 512, which 2026's handout means where it names none.
+
+// (d) Tells the size of one activation of the residual stream at each length, and at 512, which the
+// 2026 handout means where it names none.
 static void answer_residual(const MemoryRuns& runs) {
     std::set<int> lengths = {512};
     for (const MemoryRun& r : runs) { lengths.insert(r.T); }
@@ -745,16 +878,30 @@ static void answer_residual(const MemoryRuns& runs) {
     }
     answer("d", "batch x context length x d_model x 4 bytes = %s.", list_of(each).c_str());
 }
+
+// (e) Tells how large forward's largest allocations are, and who makes them.
+static void answer_largest(const MemoryRun& r) {
+    std::vector<std::string> all;
+    for (const auto& [by, times] : r.largest_by) {
+        all.push_back(strprintf("%d by %s", times, by.c_str()));
+    }
+    answer("e", "Forward's largest allocations have %.1f MiB each (context length %d): %s.",
+           mib_of(r.largest), r.T, list_of(all).c_str());
+}
+
+// (f) Tells what one block saves for backward, most by which five operations, and what backward
+// leaves in its place.
 static void answer_block(const MemoryRun& r) {
     const BlockMemory& m = r.block;
     if (m.oom) { return answer("f", "Three blocks do not fit."); }
     std::vector<std::pair<int64_t, std::string>> most;
     for (const auto& [op, bytes] : m.by_op) { most.push_back({bytes, op}); }
     std::sort(most.rbegin(), most.rend());
+
     std::vector<std::string> five;
-    for (size_t i = 0; i < most.size() && i < 5; i++) {
-        five.push_back(
-            strprintf("%s %.1f %%", most[i].second.c_str(), 100.0 * most[i].first / m.bytes));
+    for (const auto& [bytes, op] : most) {
+        if (five.size() == 5) { break; }
+        five.push_back(strprintf("%s %.1f %%", op.c_str(), 100.0 * bytes / m.bytes));
     }
     answer("f", "One block saves %.1f MiB for backward (%s at context length %d, %s), most by %s.",
            mib_of(m.bytes), r.config.name.c_str(), r.T, name_of(r.precision),
@@ -764,44 +911,45 @@ static void answer_block(const MemoryRun& r) {
            "the gradients of its parameters: %.1f MiB, and %.1f by the formula.",
            mib_of(m.change), mib_of(m.gradients()), mib_of(m.formula));
 }
+
+// Prints all answers; fails where no forward fits.
 static void answer_memory_profiling(const MemoryRuns& runs) {
-    const MemoryRun* r = longest(runs, &MemoryRun::forward);
+    const MemoryRun* r = longest(runs, FORWARD);
     if (!r) { fail("memory_profiling: no forward fits into memory"); }
     answer_forward(*r);
     answer_stages(runs);
     answer_peaks(*r);
-    answer_precision(runs, "Forward", &MemoryRun::forward);
-    answer_precision(runs, "A step", &MemoryRun::step);
+    answer_precision(runs, FORWARD);
+    answer_precision(runs, STEP);
     answer_residual(runs);
-    std::vector<std::string> all;
-    for (const auto& [by, times] : r->largest_by) {
-        all.push_back(strprintf("%d by %s", times, by.c_str()));
-    }
-    answer("e", "Forward's largest allocations have %.1f MiB each (context length %d): %s.",
-           mib_of(r->largest), r->T, list_of(all).c_str());
+    answer_largest(*r);
     answer_block(*r);
 }
 
-// Without a GPU nothing is computed: what the sizes need is predicted.
+// Profiles the size in each precision at each length, and prints. Without a GPU nothing is
+// computed: what the sizes need is predicted.
 int cmd_memory_profiling(const Options& o) {
     context.device = choose_device(o.device);
     context.each_launch = true;
     const bool predicted = context.device == CPU;
     std::unique_ptr<Planning> planning(predicted ? new Planning : nullptr);
-    const ModelConfig c = configs_of(o)[0];
-    const std::vector<Precision> precisions = precisions_of(o);
-    context.mode = modes_of(o, {c}, precisions)[0];
+    const ModelConfig config = configs_of(o)[0];
+    const auto precisions = precisions_of(o);
+    context.mode = modes_of(o, {config}, precisions)[0];
+
     MemoryRuns runs;
     for (Precision precision : precisions) {
         for (int T : o.context_lengths) {
             give_back_cached_memory();
-            runs.push_back(profile_memory(c, precision, o.batch_size, T, o.seed, o.out));
+            runs.push_back(profile_memory(config, precision, o.batch_size, T, o.seed, o.out));
         }
     }
-    print_peaks(runs, strprintf("size %s, mode %s, batch %d, vocabulary %d; %s", c.name.c_str(),
-                                caption_of(context.mode).c_str(), o.batch_size, c.vocab_size,
-                                predicted ? "predicted, every allocation counted"
-                                          : "the second run of each phase"));
+
+    print_peaks(runs,
+                strprintf("size %s, mode %s, batch %d, vocabulary %d; %s", config.name.c_str(),
+                          caption_of(context.mode).c_str(), o.batch_size, config.vocab_size,
+                          predicted ? "predicted, every allocation counted"
+                                    : "the second run of each phase"));
     answer_memory_profiling(runs);
     return 0;
 }
