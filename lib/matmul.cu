@@ -1,6 +1,13 @@
 // lib/matmul.cu: matrix products. [M,K] x [K,N] costs 2MNK FLOPs and at least (MK + KN + MN)
 // elements of traffic. The GPU's products come from cuBLAS, the CPU's from OpenBLAS.
+//
+// In this order: the product on the GPU, the product on the CPU, gemm(), what autocast does to a
+// product's operands, the ops that are recorded (matmul, linear), and what cards can do at most. To
+// read first: the table above autocast_operand(), then linear().
 #include "gpu.h"
+
+#include <mutex>
+
 #ifdef __CUDACC__
 #include <cublas_v2.h>
 #endif
@@ -10,30 +17,30 @@
 #endif
 
 DType matmul_dtype(Precision precision) {
-    return precision == PREC_BF16 || precision == PREC_PURE_BF16 ? BF16
-           : precision == PREC_FP16                              ? F16
-                                                                 : F32;
+    if (precision == PREC_BF16 || precision == PREC_PURE_BF16) { return BF16; }
+    return precision == PREC_FP16 ? F16 : F32;
 }
 DType weight_dtype(Precision precision) { return precision == PREC_PURE_BF16 ? BF16 : F32; }
 
-struct Matrix {  // the last two dimensions of a tensor; the others are a batch
+// A tensor's last two dimensions are a row-major matrix, and the others count a batch of such.
+struct Matrix {
     char* data;
     DType dtype;
-    // ld, batch_stride: elements from one row, one matrix, to the next
-    int64_t rows, cols, ld, batch, batch_stride;
+    int64_t rows, cols, batch;
+    int64_t ld, batch_stride;  // elements from one row to the next, from one matrix to the next
 };
-struct Product {  // C = alpha op(A) op(B) + beta C, row-major; K: the length of its sums
+struct Product {  // C = alpha op(A) op(B) + beta C, where op transposes or does nothing
     Matrix C, A, B;
     bool transpose_a, transpose_b;
-    int64_t K;
+    int64_t K;  // the length of the sums
     double alpha, beta;
 };
 
 static Matrix matrix_of(const Tensor& t) {
     if (!is_row_major(t)) { fail("gemm: %s is not row-major", to_string(t.shape).c_str()); }
-    int64_t rows = t.dim(-2), cols = t.dim(-1);
-    return {t.data,     t.dtype, rows, cols, cols, count(Shape(t.shape.begin(), t.shape.end() - 2)),
-            rows * cols};
+    const int64_t rows = t.dim(-2), cols = t.dim(-1);
+    const int64_t batch = count(Shape(t.shape.begin(), t.shape.end() - 2));
+    return {t.data, t.dtype, rows, cols, batch, cols, rows * cols};
 }
 
 #ifdef __CUDACC__
@@ -46,14 +53,16 @@ static void cublas_check(cublasStatus_t status, const char* call, int line) {
 }
 #define CUBLAS_CHECK(call) cublas_check(call, #call, __LINE__)
 
+// Returns a new cuBLAS handle that works on the compute stream, in a workspace of ours.
 static cublasHandle_t new_cublas() {
     cublasHandle_t h;
     CUBLAS_CHECK(cublasCreate(&h));
     CUBLAS_CHECK(cublasSetStream(h, stream()));
-    // Or cuBLAS may add up the parts of a long sum in fp16.
+    // Without this cuBLAS may add up the parts of a long sum in fp16.
     CUBLAS_CHECK(cublasSetMathMode(h, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION));
-    // The workspace is ours (NVIDIA advises 32 MiB on Hopper): seen by the memory log, and fit for
-    // graph capture.
+
+    // The workspace is ours (NVIDIA advises 32 MiB on Hopper): the memory log sees it, and a graph
+    // may capture its use.
     static const Tensor workspace = empty_on(CUDA, {32 << 20}, U8, WORKSPACE);
     CUBLAS_CHECK(cublasSetWorkspace(h, workspace.data, workspace.size()));
     return h;
@@ -67,8 +76,8 @@ static cudaDataType_t cuda_type(DType t) {
     return t == BF16 ? CUDA_R_16BF : t == F16 ? CUDA_R_16F : CUDA_R_32F;
 }
 
-// By cuBLAS. It is column-major: what it sees in our memory is every matrix transposed, and C^T =
-// op(B)^T op(A)^T.
+// Multiplies by cuBLAS, which is column-major: it sees every matrix of ours transposed. So it is
+// asked for C^T = op(B)^T op(A)^T: the operands change places, and nothing is moved.
 static void cublas_product(const Product& p, cublasHandle_t handle = cublas()) {
     const Matrix &C = p.C, &A = p.A, &B = p.B;
     const float alpha = (float)p.alpha, beta = (float)p.beta;
@@ -85,37 +94,44 @@ static void cublas_product(const Product& p, cublasHandle_t handle = cublas()) {
                                           (int)C.batch, compute, kernel);
     };
 #if CUBLAS_VERSION >= 130100
-    // Its first choice is not always its fastest (17 % longer for the 2.7B model's gradient of w2).
-    // So it tries what it has at the first product of a large 16-bit shape, unless a graph is being
-    // recorded, or there is no room.
+    // cuBLAS's first choice is not always its fastest (17 % longer for the 2.7B model's gradient of
+    // w2). So it tries its kernels at the first product of a large 16-bit shape. That fails while a
+    // graph is being recorded, or where there is no room; then its first choice has to do.
     const bool large = A.dtype != F32 && C.batch == 1 && 2.0 * C.rows * C.cols * p.K >= 1e9;
     if (large && multiply(CUBLAS_GEMM_AUTOTUNE) == CUBLAS_STATUS_SUCCESS) { return; }
 #endif
     CUBLAS_CHECK(multiply(CUBLAS_GEMM_DEFAULT));
 }
 
+// Multiplies on the GPU, by one product of cuBLAS or, around a fault of cuBLAS's, by two.
 static void multiply_cuda(const Product& p) {
-    auto run = [&](int64_t first, int64_t n, double beta) {  // n of the K summands
+    auto add_summands = [&](int64_t first, int64_t n, double beta) {  // n of the K, from first on
         Product part = p;
         part.A.data += (p.transpose_a ? first * p.A.ld : first) * (int64_t)size_of(p.A.dtype);
         part.B.data += (p.transpose_b ? first : first * p.B.ld) * (int64_t)size_of(p.B.dtype);
-        part.K = n, part.beta = beta;
+        part.K = n;
+        part.beta = beta;
         cublas_product(part);
     };
+
     // cuBLAS 13.1 leaves out the last K % 8 summands of some 16-bit products where A is transposed
-    // and B is not, as in a weight's gradient ([4097,1000]^T times [4097,128] for one, on Hopper):
-    // they become a product of their own, at the price of one rounding more where C is 16-bit.
+    // and B is not, as in a weight's gradient ([4097,1000]^T times [4097,128] for one, on Hopper).
+    // So they become a product of their own, at the price of one more rounding where C is 16-bit.
     int64_t apart = p.transpose_a && !p.transpose_b && p.A.dtype != F32 && p.K > 8 ? p.K % 8 : 0;
-    run(0, p.K - apart, p.beta);
-    if (apart > 0) { run(p.K - apart, apart, 1); }
+    add_summands(0, p.K - apart, p.beta);
+    if (apart > 0) { add_summands(p.K - apart, apart, 1); }
 }
 #endif
 
+// Computes C [M,N] = alpha op(A) op(B) + beta C on the calling thread. op(A) is [M,K], and ta says
+// that A lies in memory transposed, as [K,M]; so do op(B) [K,N] and tb. lda: elements from one row
+// of A to the next. Where beta is 0, C is not read.
 template <class T>
 void blas_product(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* B, int64_t ldb,
                   bool tb, int64_t M, int64_t N, int64_t K, double alpha, double beta) {
 #ifdef HAVE_OPENBLAS
-    CBLAS_TRANSPOSE op_a = ta ? CblasTrans : CblasNoTrans, op_b = tb ? CblasTrans : CblasNoTrans;
+    CBLAS_TRANSPOSE op_a = ta ? CblasTrans : CblasNoTrans;
+    CBLAS_TRANSPOSE op_b = tb ? CblasTrans : CblasNoTrans;
     if constexpr (std::is_same<T, float>::value) {
         cblas_sgemm(CblasRowMajor, op_a, op_b, M, N, K, (float)alpha, A, lda, B, ldb, (float)beta,
                     C, ldc);
@@ -138,14 +154,16 @@ void blas_product(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* 
 template void blas_product(float*, int64_t, const float*, int64_t, bool, const float*, int64_t,
                            bool, int64_t, int64_t, int64_t, double, double);
 
-// OpenBLAS's own threads and OpenMP's would spin against each other for the same cores (seen: 4
-// times slower).
+// Makes OpenBLAS compute on the calling thread alone. Its own threads and OpenMP's would spin
+// against each other for the same cores (seen: 4 times slower).
 void one_blas_thread() {
 #ifdef HAVE_OPENBLAS
-    static const bool once = [] {
+    static std::once_flag once;
+    std::call_once(once, [] {
         openblas_set_num_threads(1);
-        // Each of our threads needs a buffer, for which OpenBLAS tries for ever where `ulimit -v`
-        // forbids it.
+
+        // Each of our threads needs a buffer. Where `ulimit -v` forbids it, OpenBLAS tries for
+        // ever; so we fail here.
         rlimit space;
         const size_t needs = (size_t)cpu_threads() * 129 << 20;
         if (getrlimit(RLIMIT_AS, &space) == 0 && space.rlim_cur != RLIM_INFINITY &&
@@ -153,48 +171,63 @@ void one_blas_thread() {
             fail("out of memory: OpenBLAS needs %zu MiB, %zu are there", needs >> 20,
                  system_memory() >> 20);
         }
-        return true;
-    }();
-    (void)once;
+    });
 #endif
 }
-// Over the batch, or over slices of the output's longer side.
+
+// The address of the element (row, col) of the batch's matrix i.
+template <class T>
+static T* element(const Matrix& m, int64_t i, int64_t row, int64_t col) {
+    return (T*)m.data + i * m.batch_stride + row * m.ld + col;
+}
+// Multiplies on the CPU. The threads share the batch's products or, where there is only one, slices
+// of C along its longer side.
 template <class T>
 static void multiply_cpu(const Product& p) {
     one_blas_thread();
     const Matrix &C = p.C, &A = p.A, &B = p.B;
-    bool by_rows = C.rows >= C.cols;
-    int64_t side = by_rows ? C.rows : C.cols,
-            slices = C.batch > 1 ? 1 : std::min<int64_t>(cpu_threads(), (side + 31) / 32);
-    int64_t slice = (side + slices - 1) / slices;
-#pragma omp parallel for schedule(dynamic) if (C.batch * slices > 1)
-    for (int64_t task = 0; task < C.batch * slices; task++) {
-        int64_t i = task / slices, start = task % slices * slice, n = std::min(slice, side - start);
-        if (n <= 0) { continue; }
-        int64_t row = by_rows ? start : 0, col = by_rows ? 0 : start;
-        blas_product((T*)C.data + i * C.batch_stride + row * C.ld + col, C.ld,
-                     (T*)A.data + i * A.batch_stride + (p.transpose_a ? row : row * A.ld), A.ld,
-                     p.transpose_a,
-                     (T*)B.data + i * B.batch_stride + (p.transpose_b ? col * B.ld : col), B.ld,
-                     p.transpose_b, by_rows ? n : C.rows, by_rows ? C.cols : n, p.K, p.alpha,
-                     p.beta);
+    const bool by_rows = C.rows >= C.cols;
+    const int64_t side = by_rows ? C.rows : C.cols;
+    const int64_t least = 32;  // rows or columns in a slice
+    int64_t slices = std::min<int64_t>(cpu_threads(), (side + least - 1) / least);
+    if (C.batch > 1) { slices = 1; }
+    const int64_t slice = (side + slices - 1) / slices;
+
+#pragma omp parallel for collapse(2) schedule(dynamic) if (C.batch * slices > 1)
+    for (int64_t i = 0; i < C.batch; i++) {
+        for (int64_t start = 0; start < slices * slice; start += slice) {
+            const int64_t n = std::min(slice, side - start);
+            if (n <= 0) { continue; }  // the slices before took all
+
+            const int64_t row = by_rows ? start : 0, rows = by_rows ? n : C.rows;
+            const int64_t col = by_rows ? 0 : start, cols = by_rows ? C.cols : n;
+            const T* a = p.transpose_a ? element<T>(A, i, 0, row) : element<T>(A, i, row, 0);
+            const T* b = p.transpose_b ? element<T>(B, i, col, 0) : element<T>(B, i, 0, col);
+            blas_product(element<T>(C, i, row, col), C.ld, a, A.ld, p.transpose_a, b, B.ld,
+                         p.transpose_b, rows, cols, p.K, p.alpha, p.beta);
+        }
     }
 }
+
+// Multiplies matrices whose dtypes the library takes as they are, on out's device; fails where the
+// shapes do not fit. On META it only looks at the shapes.
 static void multiply(const Tensor& out, const Tensor& a, bool ta, const Tensor& b, bool tb,
                      double alpha, double beta) {
     Matrix C = matrix_of(out), A = matrix_of(a), B = matrix_of(b);
-    int64_t M = ta ? A.cols : A.rows, K = ta ? A.rows : A.cols, N = tb ? B.rows : B.cols,
-            K_b = tb ? B.cols : B.rows;
+    int64_t M = ta ? A.cols : A.rows, K = ta ? A.rows : A.cols;
+    int64_t N = tb ? B.rows : B.cols, K_b = tb ? B.cols : B.rows;
     if (C.rows != M || C.cols != N || K != K_b || A.batch != C.batch || B.batch != C.batch) {
         fail("gemm: %s%s x %s%s -> %s do not fit", to_string(a.shape).c_str(), ta ? "^T" : "",
              to_string(b.shape).c_str(), tb ? "^T" : "", to_string(out.shape).c_str());
     }
     if (out.device() == META || out.size() == 0) { return; }
+
     Product p{C, A, B, ta, tb, K, alpha, beta};
 #ifdef __CUDACC__
     if (out.device() == CUDA) { return multiply_cuda(p); }
 #endif
-    a.dtype == F64 ? multiply_cpu<double>(p) : multiply_cpu<float>(p);
+    if (a.dtype == F64) { return multiply_cpu<double>(p); }
+    multiply_cpu<float>(p);
 }
 
 bool multiplies_copies(Device device, DType dtype) {
@@ -212,31 +245,37 @@ size_t planned_peak(const std::function<void()>& run) {
     run();
     return memory_use(META).peak - before;
 }
-static Tensor fp32_copy(const Tensor& t) {  // exact
+static Tensor fp32_copy(const Tensor& t) {  // fp32 holds every 16-bit number exactly
     if (t.dtype == F32) { return t; }
     Tensor w = empty_on(t.device(), t.shape, F32, WORKSPACE);
     copy_or_add(w, t, false);
     return w;
 }
+// Multiplies fp32 copies of a and b; what was computed in fp32 is rounded once, to out's dtype.
 static void multiply_copies(const Tensor& out, const Tensor& a, bool ta, const Tensor& b, bool tb,
                             double alpha, double beta) {
     NoGrad no_grad;
-    Tensor wa = fp32_copy(a), wb = fp32_copy(b), wide = out;
-    bool rounds = out.dtype != F32;  // once, what was computed in fp32
-    if (rounds) { wide = empty_on(out.device(), out.shape, F32, WORKSPACE); }
-    if (rounds && beta != 0) { copy_or_add(wide, out, false); }
+    Tensor wa = fp32_copy(a), wb = fp32_copy(b);
+    if (out.dtype == F32) { return multiply(out, wa, ta, wb, tb, alpha, beta); }
+
+    Tensor wide = empty_on(out.device(), out.shape, F32, WORKSPACE);
+    if (beta != 0) { copy_or_add(wide, out, false); }
     multiply(wide, wa, ta, wb, tb, alpha, beta);
-    if (rounds) { copy_or_add(out, wide, false); }
+    copy_or_add(out, wide, false);
 }
+
 void gemm(const Tensor& out, const Tensor& a, bool ta, const Tensor& b, bool tb, double alpha,
           double beta) {
     if (a.dtype != b.dtype) { fail("gemm: %s x %s", name_of(a.dtype), name_of(b.dtype)); }
     Range range("matmul");
     bool copies = out.device() == META ? context.widening && a.dtype != F64
                                        : multiplies_copies(out.device(), a.dtype);
-    (copies ? multiply_copies : multiply)(out, a, ta, b, tb, alpha, beta);
+    auto product = copies ? multiply_copies : multiply;
+    product(out, a, ta, b, tb, alpha, beta);
 }
 
+// Adds a product to a gradient. Eager makes the product as a tensor, which a kernel of its own
+// adds, as autograd does; the other modes, and a parameter's gradient, let the product accumulate.
 void add_gemm(const GradientPtr& g, const Tensor& a, bool ta, const Tensor& b, bool tb,
               double alpha) {
     if (!g) { return; }
@@ -251,28 +290,64 @@ void add_gemm(const GradientPtr& g, const Tensor& a, bool ta, const Tensor& b, b
     gemm(target, a, ta, b, tb, alpha, accumulate);
 }
 
-Tensor autocast_operand(const Tensor& t) {
-    DType dtype = t.dtype == F64 ? F64 : matmul_dtype();
-    if (t.dtype == dtype) { return t; }
-    bool parameter = t.gradient && t.gradient->is_parameter, eager = context.mode == EAGER;
-    Tensor low = parameter ? t.gradient->low_precision : Tensor();
-    // Eager's copy has a gradient of its own, to be cast back; one made under NoGrad has none.
-    if (!low || low.dtype != dtype || (eager && context.recording && !low.gradient)) {
-        low = empty(t.shape, dtype, parameter ? WEIGHT_COPIES : ACTIVATIONS);
-        copy_or_add(low, t, false);
-        if (eager || !parameter) {
-            record(low, {t}, [g = t.gradient](const Tensor& dy) { add_gradient(g, dy); });
-        }
-        if (parameter && (eager || context.recording)) { t.gradient->low_precision = low; }
-    }
-    // stands for the parameter
-    if (parameter && !eager) { low.gradient = context.recording ? t.gradient : nullptr; }
+// -------------------------------------------------------------------------------------------------
+// What autocast gives a product instead of its operand (notes/autocast.md):
+//
+//   operand                   what the product multiplies           whose gradient backward fills
+//   -----------------------   -----------------------------------   ------------------------------
+//   F64, or 16-bit already    the operand                           the operand's
+//   an activation             a copy that is cast, for this         the copy's, in 16 bits; the
+//                             product only: cast()                  cast's step widens and adds it
+//   a parameter, mode eager   the copy made at its first use:       the copy's, in 16 bits; the
+//                             eager_weight_copy()                   cast's step widens and adds it
+//   a parameter, other modes  a copy that stands for the            the parameter's: the product
+//                             parameter: fused_weight_copy()        adds to it, with no cast
+
+static Tensor rounded_weight(const Tensor& weight, DType dtype) {
+    Tensor low = empty(weight.shape, dtype, WEIGHT_COPIES);
+    copy_or_add(low, weight, false);
     return low;
+}
+
+// Returns the parameter's 16-bit copy, as torch.autocast keeps it: made at the first use, with a
+// step of its own on the tape, and shared by all later uses until drop_weight_copies(). A copy that
+// was made under NoGrad has no gradient, so a use that is recorded makes a new one.
+static Tensor eager_weight_copy(const Tensor& weight, DType dtype) {
+    Tensor& kept = weight.gradient->low_precision;
+    const bool serves = kept.dtype == dtype && (kept.gradient || !context.recording);
+    if (kept && serves) { return kept; }
+
+    Tensor low = rounded_weight(weight, dtype);
+    record(low, {weight}, [g = weight.gradient](const Tensor& dy) { add_gradient(g, dy); });
+    kept = low;
+    return low;
+}
+
+// Returns a 16-bit copy whose gradient is the parameter's own, so that the product of backward
+// adds to that, and no step casts. Forward keeps the copy for backward, if there will be one.
+// low_precision may also be the upper half of a weight that AdamW has split (fast/adamw.cu).
+static Tensor fused_weight_copy(const Tensor& weight, DType dtype) {
+    Tensor low = weight.gradient->low_precision;
+    if (!low || low.dtype != dtype) {
+        low = rounded_weight(weight, dtype);
+        if (context.recording) { weight.gradient->low_precision = low; }
+    }
+    low.gradient = context.recording ? weight.gradient : nullptr;
+    return low;
+}
+
+Tensor autocast_operand(const Tensor& t) {
+    const DType dtype = t.dtype == F64 ? F64 : matmul_dtype();
+    const bool is_parameter = t.gradient && t.gradient->is_parameter;
+    if (t.dtype == dtype || !is_parameter) { return cast(t, dtype); }
+    return context.mode == EAGER ? eager_weight_copy(t, dtype) : fused_weight_copy(t, dtype);
 }
 void drop_weight_copies(const std::vector<Tensor>& parameters) {
     for (const Tensor& p : parameters) { p.gradient->low_precision = Tensor(); }
 }
 
+// y = a b, so backward has da = dy b^T and db = a^T dy. With transpose_b, y = a b^T, da = dy b and
+// db = dy^T a.
 Tensor matmul(const Tensor& a_in, const Tensor& b_in, bool transpose_b) {
     Tensor a = contiguous(autocast_operand(a_in)), b = contiguous(autocast_operand(b_in));
     Shape shape = a.shape;
@@ -282,41 +357,59 @@ Tensor matmul(const Tensor& a_in, const Tensor& b_in, bool transpose_b) {
     record(y, {a, b}, [a, b, transpose_b](const Tensor& dy_in) {
         Tensor dy = contiguous(dy_in);
         add_gemm(a.gradient, dy, false, b, !transpose_b);
-        transpose_b ? add_gemm(b.gradient, dy, true, a, false)
-                    : add_gemm(b.gradient, a, true, dy, false);
+        if (transpose_b) {
+            add_gemm(b.gradient, dy, true, a, false);
+        } else {
+            add_gemm(b.gradient, a, true, dy, false);
+        }
     });
     return y;
 }
-static Tensor linear(const Tensor& x_in, const Tensor& weight, bool compute) {
-    Tensor x = reshape(autocast_operand(x_in), {x_in.size() / x_in.dim(-1), x_in.dim(-1)}),
-           w = autocast_operand(weight);
-    Shape shape = x_in.shape;
-    shape.back() = weight.dim(0);
+
+// Returns x weight^T and records it; with skip_product the result's values stay undefined. Backward
+// needs x for the weight's gradient. Where x's maker can compute it again (recompute_by), the tape
+// keeps x's shape and gradient, but not its data.
+static Tensor linear(const Tensor& x_in, const Tensor& weight, bool skip_product) {
+    Tensor x = reshape(autocast_operand(x_in), {x_in.size() / x_in.dim(-1), x_in.dim(-1)});
+    Tensor w = autocast_operand(weight);
     Tensor y = empty({x.dim(0), weight.dim(0)}, x.dtype);
-    if (compute) { gemm(y, x, false, w, true); }
+    if (!skip_product) { gemm(y, x, false, w, true); }
+
     auto recompute = x_in.gradient ? x_in.gradient->recompute : nullptr;
     Tensor kept = x;
-    if (recompute) { kept.memory = nullptr, kept.data = nullptr; }
-    record(y, {x, w}, [x = kept, w, recompute](const Tensor& dy_in) {
+    if (recompute) {
+        kept.memory = nullptr;
+        kept.data = nullptr;
+    }
+    record(y, {x, w}, [kept, w, recompute](const Tensor& dy_in) {
         Tensor dy = contiguous(dy_in);
-        add_gemm(x.gradient, dy, false, w, false);
-        add_gemm(w.gradient, dy, true, recompute ? view(recompute(), 0, x.shape) : x, false);
+        add_gemm(kept.gradient, dy, false, w, false);
+        Tensor x = recompute ? view(recompute(), 0, kept.shape) : kept;
+        add_gemm(w.gradient, dy, true, x, false);
     });
+
+    Shape shape = x_in.shape;
+    shape.back() = weight.dim(0);
     return reshape(y, shape);
 }
-Tensor linear(const Tensor& x, const Tensor& weight) { return linear(x, weight, true); }
+Tensor linear(const Tensor& x, const Tensor& weight) { return linear(x, weight, false); }
+
+// f runs twice. First run (in forward): nothing is recorded, and y is computed. Second run (inside
+// backward): checkpoint() records it, so the tape is rebuilt; nobody reads y then, so the product
+// is skipped.
 Tensor checkpoint_linear(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x,
                          const Tensor& weight) {
-    // Run again, checkpoint()'s function records, and what it returns is never read.
-    return checkpoint(
-        [f, weight](const Tensor& x) { return linear(f(x), weight, !context.recording); }, x);
+    auto linear_of_f = [f, weight](const Tensor& x) {
+        const bool second_run = context.recording;
+        return linear(f(x), weight, second_run);
+    };
+    return checkpoint(linear_of_f, x);
 }
 
 // -------------------------------------------------------------------------------------------------
-// What a card can do at most, by its maker's data sheet: dense products, sums in fp32, TFLOP/s. The
-// 1979 that an H100's sheet has in large print is with sparsity, where half of the operands are
-// zeros; dense it is 989. bf16 is as fast as fp16 where there is bf16 (not on a T4). fp32 is the
-// CUDA cores' rate.
+// What a card can do at most, by its maker's data sheet: TFLOP/s of dense products with fp32 sums.
+// An H100's sheet prints 1979 large, for operands half of which are zeros; dense it is 989. bf16 is
+// as fast as fp16, on a card that has bf16 (a T4 has not). fp32 is the CUDA cores' rate.
 struct CardPeak {
     const char* card;  // how the driver's name for it begins; the comma ends a name
     double fp16, tf32, fp32;
@@ -331,12 +424,16 @@ static const CardPeak card_peaks[] = {
     {"NVIDIA H200,", 989, 494.5, 67},
     {"NVIDIA B200,", 2250, 1125, 75},
 };
+
+// Finds the card of this machine in the table; NAN if it is not there, or has no such precision.
 double dense_peak(Precision precision) {
     const std::string card = device_description();
     for (const CardPeak& peak : card_peaks) {
         if (card.compare(0, strlen(peak.card), peak.card) != 0) { continue; }
-        if (matmul_dtype(precision) == BF16 && std::isnan(peak.tf32)) { return NAN; }
-        return precision == FP32 ? peak.fp32 : precision == TF32 ? peak.tf32 : peak.fp16;
+        const bool has_bf16 = !std::isnan(peak.tf32);  // both came with the A100
+        if (matmul_dtype(precision) == BF16 && !has_bf16) { return NAN; }
+        if (precision == FP32) { return peak.fp32; }
+        return precision == TF32 ? peak.tf32 : peak.fp16;
     }
     return NAN;
 }
