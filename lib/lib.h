@@ -433,8 +433,10 @@ uint64_t key_of(const std::string& name);  // a stream for each parameter name
 
 // NaN-safe: passes where |got - want| <= atol + rtol * |want|.
 struct Comparison {
-    int64_t wrong, worst;  // number of wrong elements, index of the worst one
-    double got, want, max_abs;
+    int64_t wrong = 0;         // the number of wrong elements
+    int64_t worst = -1;        // the index of the one furthest beyond its bound ...
+    double got = 0, want = 0;  // ... and both values there
+    double max_abs = 0;        // the largest |got - want|
     bool ok() const { return wrong == 0; }
 };
 Comparison compare(const Tensor& got, const Tensor& want, double rtol, double atol);

@@ -2,8 +2,12 @@
 //
 // This file is what "PyTorch eager" means: every operation is one kernel that reads its operands
 // from memory, writes its result back, and leaves on a tape what its backward needs. --mode eager
-// runs the handout's model on these ops,
-// --mode fused on hand-fused kernels that record themselves on the same tape.
+// runs the handout's model on these ops, --mode fused on hand-fused kernels that record themselves
+// on the same tape.
+//
+// In this order: tensors and copies of them, random numbers, the tape, elementwise operations,
+// views, reductions, lookups, and whether a run's memory fits. To read first: the tape, where one
+// op is walked through forward and backward; then mul(), which is that op.
 #include "gpu.h"
 
 constexpr int MAX_DIMS = 5;
@@ -11,6 +15,7 @@ constexpr int MAX_DIMS = 5;
 // -------------------------------------------------------------------------------------------------
 // Tensors
 
+// Returns the number of elements; fails if their bytes could not be counted in 64 bits.
 int64_t count(const Shape& shape) {
     int64_t n = 1;
     for (int64_t d : shape) {
@@ -22,13 +27,16 @@ int64_t count(const Shape& shape) {
 }
 std::string to_string(const Shape& shape) {
     std::string s = "[";
-    for (size_t i = 0; i < shape.size(); i++) { s += (i ? ", " : "") + std::to_string(shape[i]); }
+    for (size_t i = 0; i < shape.size(); i++) {
+        s += (i > 0 ? ", " : "") + std::to_string(shape[i]);
+    }
     return s + "]";
 }
 size_t size_of(DType t) {
     static const size_t bytes[] = {4, 2, 2, 8, 4, 1};  // in DType's order
     return bytes[t];
 }
+// Returns the strides, in elements, of a row-major tensor: [4,8,16] has [128,16,1].
 static Shape row_major(const Shape& shape) {
     Shape stride(shape.size());
     int64_t n = 1;
@@ -39,13 +47,14 @@ static Shape row_major(const Shape& shape) {
     return stride;
 }
 bool is_row_major(const Tensor& t) {
-    Shape want = row_major(t.shape);
+    Shape want = row_major(t.shape);  // the stride of a dimension of 1 does not matter
     for (size_t i = 0; i < t.shape.size(); i++) {
         if (t.shape[i] != 1 && t.stride[i] != want[i]) { return false; }
     }
     return true;
 }
 
+// Allocates a row-major tensor on the device; its values are undefined.
 Tensor empty_on(Device device, const Shape& shape, DType dtype, Category category, Source at) {
     Tensor t;
     t.memory = allocate(device, count(shape) * size_of(dtype), category, at);
@@ -63,6 +72,8 @@ Tensor zeros(const Shape& shape, DType dtype, Category category, Source at) {
     fill_zero(t);
     return t;
 }
+
+// Returns a row-major tensor on t's elements from `offset` on, which shares t's memory.
 Tensor view(const Tensor& t, int64_t offset, const Shape& shape) {
     if (!is_row_major(t) || offset < 0 || offset + count(shape) > t.size()) {
         fail("view %s at %ld of %s is out of range", to_string(shape).c_str(), (long)offset,
@@ -79,6 +90,8 @@ Tensor detached(const Tensor& t) {
     d.gradient = nullptr;
     return d;
 }
+
+// Sets all bytes of a row-major t to 0, in the compute stream's order.
 void fill_zero(const Tensor& t) {
     size_t bytes = t.size() * size_of(t.dtype);
     if (bytes == 0 || t.device() == META) { return; }
@@ -105,8 +118,8 @@ Tensor to_device(const Tensor& t, Device device) {
     return result;
 }
 
-// The value of element i as the type A that arithmetic runs in: float, or double for F64 tensors
-// (CPU only).
+// Reads element i, whatever its dtype, as the type A that arithmetic runs in: float, or double for
+// F64 tensors (on the CPU only).
 template <class A>
 HD A load(const char* data, DType t, int64_t i) {
     switch (t) {
@@ -119,6 +132,7 @@ HD A load(const char* data, DType t, int64_t i) {
     }
     return 0;
 }
+// Writes x as element i, rounded to the dtype.
 template <class A>
 HD void store(char* data, DType t, int64_t i, A x) {
     switch (t) {
@@ -159,22 +173,27 @@ Tensor from_ints(const std::vector<int>& values, const Shape& shape) {
     return from_values(values, shape, I32, INPUTS);
 }
 
+// Counts the elements of `got` with |got - want| > atol + rtol * |want|, and finds the one that is
+// furthest beyond. A NaN on either side has an error that is not finite, so it counts as wrong.
 Comparison compare(const Tensor& got, const Tensor& want, double rtol, double atol) {
     if (got.shape != want.shape) {
         fail("compare: got shape %s, want %s", to_string(got.shape).c_str(),
              to_string(want.shape).c_str());
     }
+
     std::vector<double> g = to_doubles(got), w = to_doubles(want);
-    Comparison c{0, -1, 0, 0, 0};
+    Comparison c;
     double worst = 0;
     for (size_t i = 0; i < g.size(); i++) {
         double error = g[i] == w[i] ? 0 : fabs(g[i] - w[i]);  // equal infinities have no error
         double excess = std::isfinite(error) ? error - rtol * fabs(w[i]) : INFINITY;
         c.wrong += excess > atol;
-        if (!(error <= c.max_abs)) { c.max_abs = error; }
+        if (!(error <= c.max_abs)) { c.max_abs = error; }  // a NaN is taken, too
         if (excess > worst || c.worst < 0) {
             worst = excess;
-            c.worst = i, c.got = g[i], c.want = w[i];
+            c.worst = i;
+            c.got = g[i];
+            c.want = w[i];
         }
     }
     return c;
@@ -185,7 +204,9 @@ std::string to_string(const Comparison& c) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Runs f(i) for i = 0 ... n-1, on this device; on META nothing.
+// for_each(device, n, f) runs f(i) for i = 0 ... n-1 on that device; on META it does nothing. On
+// the GPU a thread takes i, i + all threads, ...: neighbours in a warp have neighbours in memory.
+
 #ifdef __CUDACC__
 template <class F>
 __global__ void for_each_kernel(F f, int64_t n) {
@@ -211,32 +232,37 @@ static void for_each(Device device, int64_t n, const F& f) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Random numbers. Philox 4x32 with 10 rounds: each round multiplies two of the four counter words
-// and mixes in a key that grows by the golden ratio and sqrt(3)-1. The counter is (i, key), the
-// cipher's key is the seed.
+// Random numbers: Philox 4x32 with 10 rounds (Salmon et al., 2011), a cipher of a counter, so that
+// any element can be drawn by itself.
 
+// Enciphers the counter (i, key) with the seed as the cipher's key, and returns four random words.
+// Each round multiplies two of the four counter words and mixes in the two words of the cipher's
+// key, which grow by the golden ratio and by sqrt(3)-1.
 HD void philox(uint32_t out[4], uint64_t seed, uint64_t key, uint64_t i) {
     uint32_t c[4] = {(uint32_t)i, (uint32_t)(i >> 32), (uint32_t)key, (uint32_t)(key >> 32)};
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
     for (int round = 0; round < 10; round++) {
         uint64_t p0 = (uint64_t)0xD2511F53u * c[0], p1 = (uint64_t)0xCD9E8D57u * c[2];
-        uint32_t n0 = (uint32_t)(p1 >> 32) ^ c[1] ^ k0, n2 = (uint32_t)(p0 >> 32) ^ c[3] ^ k1;
-        c[1] = (uint32_t)p1, c[3] = (uint32_t)p0, c[0] = n0, c[2] = n2;
-        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+        c[0] = (uint32_t)(p1 >> 32) ^ c[1] ^ k0;
+        c[1] = (uint32_t)p1;
+        c[2] = (uint32_t)(p0 >> 32) ^ c[3] ^ k1;
+        c[3] = (uint32_t)p0;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
     }
     for (int j = 0; j < 4; j++) { out[j] = c[j]; }
 }
 
-// The sum of eight uniform 16-bit numbers, centred and scaled to variance 1. The sum is an integer
-// and the rest is one rounding, so every machine gets the same bits, which a formula with log and
-// cos would not give.
+// Returns the i-th number of the stream: the sum of eight uniform 16-bit numbers, centred and
+// scaled to this mean and deviation. The sum is an integer and the rest is one rounding, so every
+// machine gets the same bits; a formula with log and cos would not give them.
 HD inline float normal(uint64_t seed, uint64_t key, uint64_t i, float mean, float std) {
     uint32_t r[4];
     philox(r, seed, key, i);
     int sum = 0;
     for (int j = 0; j < 4; j++) { sum += (int)(r[j] & 0xffff) + (int)(r[j] >> 16); }
     const float inverse_std = 1.8688060e-05f;  // 1 / sqrt(8 * (65536^2 - 1) / 12)
-    // fmaf on both sides: a compiler may fuse a*b+c on one of them only
+    // fmaf, as the GPU's compiler might fuse a*b+c, and the CPU's might not
     return fmaf(std, (float)(2 * sum - 8 * 65535) * (0.5f * inverse_std), mean);
 }
 
@@ -266,13 +292,31 @@ uint64_t key_of(const std::string& name) {  // FNV-1a
 // -------------------------------------------------------------------------------------------------
 // The tape: reverse-mode differentiation as a list of functions run backwards. A step owns (through
 // its closure) the tensors that its backward reads, and frees them when it leaves the tape.
+//
+// One op walked through: y = mul(a, b), where a and b have gradients; later ops read y.
+//
+// Forward. mul() computes y and calls record(y, {a, b}, backward), where `backward` is its lambda.
+// record() gives y a Gradient of its own, still without a value; counts a use of a's Gradient and
+// of b's; and appends the step
+//     {output: y.gradient, inputs: {a.gradient, b.gradient}, backward}.
+//
+// Backward. backward_from(loss, 1) sets the loss's gradient to 1 and takes steps off the tape's
+// end. The steps of all ops that read y stand behind ours, so when ours is the last, they have all
+// added to y.gradient: its value dy is complete. It is moved out of y.gradient, and
+// step.backward(dy) calls
+//     add_gradient(a.gradient, mul(dy, b));    // da += dy * b
+//     add_gradient(b.gradient, mul(dy, a));    // db += dy * a
+// Then the uses of a.gradient and b.gradient fall by one. Where a parameter's reach 0, its gradient
+// is complete, and ready() is called: data parallel training starts the all-reduce there. At last
+// the step is destroyed, and with its closure the last hold on dy, and on a and b if nobody else
+// keeps them.
 
 struct TapeStep {
     GradientPtr output;
     std::vector<GradientPtr> inputs;
     std::function<void(const Tensor& dy)> backward;
-    const char* op;
-    int range;  // where it was recorded, for a trace
+    const char* op;  // the range that was open when it was recorded ...
+    int range;       // ... and that range's number in the trace
 };
 static std::vector<TapeStep> tape;
 
@@ -289,6 +333,9 @@ Tensor require_gradient(const Tensor& t) {
     leaf.gradient = new_gradient(leaf);
     return leaf;
 }
+
+// Appends a step to the tape and gives y a gradient, unless no input needs one (or NoGrad forbids
+// it): then y has none.
 void record(Tensor& y, const std::vector<Tensor>& inputs,
             std::function<void(const Tensor&)> backward) {
     TapeStep step;
@@ -300,6 +347,7 @@ void record(Tensor& y, const std::vector<Tensor>& inputs,
     }
     y.gradient = nullptr;
     if (step.inputs.empty()) { return; }
+
     y.gradient = new_gradient(y);
     step.output = y.gradient;
     step.backward = std::move(backward);
@@ -308,9 +356,11 @@ void record(Tensor& y, const std::vector<Tensor>& inputs,
     tape.push_back(std::move(step));
 }
 
-// The transpose of broadcasting: sums dx over the dimensions in which `shape` is 1 or missing.
+// Sums dx over the dimensions in which `shape` is 1 or missing: the transpose of broadcasting.
 static Tensor sum_to(const Tensor& dx, const Shape& shape);
 
+// Adds dx, summed to g's shape and cast to its dtype. The first dx is not copied: g shares its
+// memory, and so may other gradients; gradient_target() knows.
 void add_gradient(const GradientPtr& g, const Tensor& dx) {
     if (!g) { return; }
     if (g->is_parameter) {
@@ -323,29 +373,36 @@ void add_gradient(const GradientPtr& g, const Tensor& dx) {
     d.gradient = nullptr;
     g->value = g->value ? detached(add(g->value, d)) : d;
 }
+
+// Returns the tensor that an op's own kernel shall write a gradient to, and whether to add to what
+// it holds. It belongs to g alone, and is row-major.
 Tensor gradient_target(const GradientPtr& g, bool* accumulate) {
     if (g->is_parameter) {
         *accumulate = g->filled;
         g->filled = true;
-        // Autocast's product gives a 16-bit gradient where 16 bits stand for the parameter: no more
-        // is kept.
+        // Where a 16-bit copy stands for the parameter, products give a 16-bit gradient: no more is
+        // kept.
         bool low = context.mode != EAGER && g->low_precision;
         if (!g->value) {
             g->value = empty(g->shape, low ? g->low_precision.dtype : g->dtype, GRADIENTS);
         }
         return g->value;
     }
+
     *accumulate = (bool)g->value;
     if (!g->value) {
         g->value = empty(g->shape, g->dtype);
     } else if (g->value.memory.use_count() > 1 || !is_row_major(g->value)) {
-        // shared with another gradient: adding in place would change that too
+        // It is shared with another gradient, which adding in place would change, too.
         Tensor own = empty(g->shape, g->dtype);
         copy_or_add(own, g->value, false);
         g->value = own;
     }
     return g->value;
 }
+
+// Lets `write` fill, or add to, a tensor of g's dtype. A parameter whose gradient is 16-bit gets it
+// from a tensor beside it.
 void write_gradient(const GradientPtr& g,
                     const std::function<void(const Tensor& target, bool accumulate)>& write) {
     if (g->is_parameter && g->value && g->value.dtype != g->dtype) {
@@ -353,6 +410,7 @@ void write_gradient(const GradientPtr& g,
         write(own, false);
         return add_gradient(g, own);
     }
+
     bool accumulate;
     Tensor target = gradient_target(g, &accumulate);
     write(target, accumulate);
@@ -364,10 +422,14 @@ void backward(const Tensor& loss, float scale) {
     NoGrad no_grad;
     backward_from(loss, add_scalar(zeros(loss.shape, loss.dtype), scale));
 }
+
+// Sets y's gradient to dy and runs the tape's steps from its end. A checkpoint's step appends more
+// while it runs. Whatever throws leaves its step on the tape.
 void backward_from(const Tensor& y, const Tensor& dy) {
     if (!y.gradient) { fail("backward: nothing was recorded for this tensor"); }
     NoGrad no_grad;
     y.gradient->value = detached(dy);
+
     while (!tape.empty()) {
         TapeStep step = std::move(tape.back());
         tape.pop_back();
@@ -375,29 +437,35 @@ void backward_from(const Tensor& y, const Tensor& dy) {
         Tensor d = std::move(step.output->value);
         step.output->value = Tensor();
         try {
-            if (d) { step.backward(d); }
+            if (d) { step.backward(d); }  // null: nobody that led to y has read it
             for (const GradientPtr& g : step.inputs) {
                 if (--g->uses == 0 && g->ready) { g->ready(); }
             }
-        } catch (...) {  // clear_tape() has to see this step, too
+        } catch (...) {  // clear_tape() has to take back this step's uses, too
             tape.push_back(std::move(step));
             throw;
         }
     }
 }
+
+// Returns f(x), recorded as one step that holds x alone. In backward the step runs f again, which
+// records f's own steps on top of the tape, and gives dy to the last of them; backward_from() then
+// goes on with these. An x without a gradient gets one, so that the step is recorded at all.
 Tensor checkpoint(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x) {
     if (!context.recording) { return f(x); }
+
     Tensor in = x.gradient ? x : require_gradient(x), y;
     {
         NoGrad no_grad;
         y = detached(f(in));
     }
+
     record(y, {in}, [f, in](const Tensor& dy) {
         Tensor again;
         {
             RestoreContext restore;
             context.recording = true;
-            again = f(in);  // f's steps come on top of the tape, where backward goes on
+            again = f(in);
         }
         add_gradient(again.gradient, dy);
     });
@@ -456,16 +524,17 @@ FUNCTOR(SelectEqual, (A column, A index, A dy), column == index ? dy : (A)0)
 struct Operand {
     char* data;
     DType dtype;
-    int64_t stride[MAX_DIMS];
+    int64_t stride[MAX_DIMS];  // in elements; 0: broadcast along this dimension
 };
 struct Loop {
-    int64_t n;
-    // neighbours that all operands step through alike are joined: 1 where all are row-major
-    int dims;
-    int64_t shape[MAX_DIMS];
+    int64_t n;                // elements of out
+    int dims;                 // after joining; at least 1
+    int64_t shape[MAX_DIMS];  // out's, joined
     Operand out, in[3];
 };
 
+// Returns t as an operand of `shape`: its strides are 0 where it is broadcast. Fails where t cannot
+// be broadcast so.
 static Operand operand(const Tensor& t, const Shape& shape) {
     Operand o{t.data, t.dtype, {}};
     size_t missing = shape.size() - t.shape.size();
@@ -478,6 +547,14 @@ static Operand operand(const Tensor& t, const Shape& shape) {
     }
     return o;
 }
+// Broadcasts the inputs to out's shape and returns the loop over its elements, with dimensions
+// joined where all operands step through them alike, since a kernel divides once per dimension.
+//
+// Example: out, a and b [4,8,16], all row-major, have the strides (128, 16, 1). One step in a
+// dimension is as far as all steps of the next one, 16 = 16 * 1 and 128 = 8 * 16, for all three
+// operands: one dimension of 512 with the stride 1. If b is broadcast over the first dimension, it
+// has (0, 16, 1): the last two still join, but 0 is not 8 * 16. So the loop is [4,128], b's strides
+// are (0, 1), and those of the others (128, 1).
 template <size_t N>
 static Loop loop_over(const Tensor& out, const Tensor (&inputs)[N]) {
     Loop loop{};
@@ -488,41 +565,55 @@ static Loop loop_over(const Tensor& out, const Tensor (&inputs)[N]) {
         loop.in[k] = operand(inputs[k], out.shape);
         operands.push_back(&loop.in[k]);
     }
-    // what a scalar has; dimension d of `out` becomes `last`, or a part of it
-    loop.shape[0] = 1, loop.dims = 1;
+
+    loop.dims = 1;
+    loop.shape[0] = 1;
     for (size_t d = 0; d < out.shape.size(); d++) {
-        if (out.shape[d] == 1) { continue; }
+        const int64_t size = out.shape[d];
+        if (size == 1) { continue; }  // nobody steps along it
+
+        // `last` is the loop's last dimension so far. Dimension d joins it, or becomes the next;
+        // strides move to the front, as last <= d.
         int last = loop.dims - 1;
-        auto joins = [&](Operand* o) { return o->stride[last] == o->stride[d] * out.shape[d]; };
-        bool join = d > 0 && std::all_of(operands.begin(), operands.end(), joins);
-        if (d > 0 && !join && loop.shape[last] != 1) { loop.dims++, last++; }
+        auto joins = [&](Operand* o) { return o->stride[last] == o->stride[d] * size; };
+        const bool is_first = loop.shape[last] == 1;
+        if (!is_first && !std::all_of(operands.begin(), operands.end(), joins)) {
+            last++;
+            loop.dims++;
+            loop.shape[last] = 1;
+        }
         for (Operand* o : operands) { o->stride[last] = o->stride[d]; }
-        loop.shape[last] = (join ? loop.shape[last] : 1) * out.shape[d];
+        loop.shape[last] *= size;
     }
     return loop;
 }
 
-template <size_t N, class F, class A>
-HD A apply(const F& f, A x0, A x1, A x2) {
-    if constexpr (N == 1) { return f(x0); }
-    if constexpr (N == 2) { return f(x0, x1); }
-    if constexpr (N == 3) { return f(x0, x1, x2); }
+// f of the w-th neighbours of its N inputs.
+template <size_t N, int W, class F, class A>
+HD A apply(const F& f, const A (&x)[N][W], int w) {
+    if constexpr (N == 1) { return f(x[0][w]); }
+    if constexpr (N == 2) { return f(x[0][w], x[1][w]); }
+    if constexpr (N == 3) { return f(x[0][w], x[1][w], x[2][w]); }
 }
 
-// W neighbours along the last dimension, as one access where they lie side by side.
+// Reads W neighbours along the last dimension from element `at` on, by one access where they lie
+// side by side (step 1); step 0 gives one value W times.
 template <int W, class A>
 HD inline void load_some(A (&x)[W], const Operand& o, int64_t step, int64_t at) {
     auto at_once = [&](auto zero) {
         auto pack = load_pack<W>((const decltype(zero)*)o.data + at);
         for (int w = 0; w < W; w++) { x[w] = pack.x[w]; }
     };
-    if (W > 1 && step == 1 && o.dtype == F32) { return at_once(float()); }
-    if (W > 1 && step == 1 && o.dtype == BF16) { return at_once(bf16()); }
-    if (W > 1 && step == 1 && o.dtype == F16) { return at_once(fp16()); }
+    if (W > 1 && step == 1) {
+        if (o.dtype == F32) { return at_once(float()); }
+        if (o.dtype == BF16) { return at_once(bf16()); }
+        if (o.dtype == F16) { return at_once(fp16()); }
+    }
     for (int w = 0; w < W; w++) {
         x[w] = w > 0 && step == 0 ? x[0] : load<A>(o.data, o.dtype, at + w * step);
     }
 }
+// Writes W neighbours. Where W > 1, they lie side by side: fits_packs() has looked.
 template <int W, class A>
 HD inline void store_some(const Operand& o, int64_t step, int64_t at, const A (&x)[W]) {
     auto at_once = [&](auto zero) {
@@ -530,37 +621,44 @@ HD inline void store_some(const Operand& o, int64_t step, int64_t at, const A (&
         for (int w = 0; w < W; w++) { pack.x[w] = x[w]; }
         store_pack((decltype(zero)*)o.data + at, pack);
     };
-    if (W > 1 && o.dtype == F32) { return at_once(float()); }
-    if (W > 1 && o.dtype == BF16) { return at_once(bf16()); }
-    if (W > 1 && o.dtype == F16) { return at_once(fp16()); }
+    if (W > 1) {
+        if (o.dtype == F32) { return at_once(float()); }
+        if (o.dtype == BF16) { return at_once(bf16()); }
+        if (o.dtype == F16) { return at_once(fp16()); }
+    }
     for (int w = 0; w < W; w++) { store<A>(o.data, o.dtype, at + w * step, x[w]); }
 }
-// The v-th W neighbours: one index calculation for all of them, in 32 bits, since a division of 64
-// takes several times as long.
+
+// Computes the v-th W neighbours of out: loads W of each input, applies f to each, stores W. One
+// index calculation serves all W, and runs in 32 bits, since a division of 64 takes several times
+// as long.
 template <int N, int W, class A, class F>
 struct Elementwise {
     F f;
     Loop loop;
     HD void operator()(int64_t v) const {
+        // Take the index apart, from the last dimension to the first: offsets in elements.
         const int last = loop.dims - 1;
-        int64_t at[3] = {}, out = 0;
+        int64_t in_at[3] = {}, out_at = 0;
         uint32_t rest = (uint32_t)v * W;
         for (int d = last; d >= 0; d--) {
-            uint32_t size = (uint32_t)loop.shape[d], next = d > 0 ? rest / size : 0,
-                     index = rest - next * size;
-            out += index * loop.out.stride[d];
-            for (int k = 0; k < N; k++) { at[k] += index * loop.in[k].stride[d]; }
+            uint32_t size = (uint32_t)loop.shape[d], next = d > 0 ? rest / size : 0;
+            uint32_t index = rest - next * size;
+            out_at += index * loop.out.stride[d];
+            for (int k = 0; k < N; k++) { in_at[k] += index * loop.in[k].stride[d]; }
             rest = next;
         }
+
         A x[N][W], y[W];
         for (int k = 0; k < N; k++) {
-            load_some<W>(x[k], loop.in[k], loop.in[k].stride[last], at[k]);
+            load_some<W>(x[k], loop.in[k], loop.in[k].stride[last], in_at[k]);
         }
-        for (int w = 0; w < W; w++) { y[w] = apply<N>(f, x[0][w], x[1 % N][w], x[2 % N][w]); }
-        store_some<W>(loop.out, loop.out.stride[last], out, y);
+        for (int w = 0; w < W; w++) { y[w] = apply(f, x, w); }
+        store_some<W>(loop.out, loop.out.stride[last], out_at, y);
     }
 };
-// Whether every operand has W neighbours (or one value for all of them), aligned.
+
+// Says whether every operand has W aligned neighbours side by side (or one value for all of them).
 static bool fits_packs(const Loop& loop, size_t inputs, int W) {
     int last = loop.dims - 1;
     auto fits = [&](const Operand& o) {
@@ -576,6 +674,7 @@ static bool fits_packs(const Loop& loop, size_t inputs, int W) {
     return ok;
 }
 
+// out = f(inputs), broadcast and cast; fp64 on the CPU only. Fails above 2^32 elements.
 template <class F, size_t N>
 static void elementwise_into(const F& f, const Tensor& out, const Tensor (&inputs)[N]) {
     Loop loop = loop_over(out, inputs);
@@ -583,21 +682,21 @@ static void elementwise_into(const F& f, const Tensor& out, const Tensor (&input
     if (loop.n > (int64_t)1 << 32) {
         fail("%s: more elements than 32 bits can index", to_string(out.shape).c_str());
     }
-    constexpr std::integral_constant<int, 1> one;
-    constexpr std::integral_constant<int, 4> four;
-    constexpr std::integral_constant<int, 16> sixteen;
-    auto by = [&](auto width) {
-        for_each(out.device(), loop.n / width, Elementwise<N, width, float, F>{f, loop});
-    };
-    auto on_cpu_by = [&](auto width, auto zero) {
-        for_each_on_cpu(loop.n / width, Elementwise<N, width, decltype(zero), F>{f, loop});
-    };
+
     bool f64 = out.dtype == F64;
     for (const Tensor& t : inputs) { f64 = f64 || t.dtype == F64; }
-    if (f64) { return on_cpu_by(one, double()); }
-    if (out.device() == CPU && fits_packs(loop, N, sixteen)) { return on_cpu_by(sixteen, float()); }
-    fits_packs(loop, N, four) ? by(four) : by(one);
+    if (f64) { return for_each_on_cpu(loop.n, Elementwise<N, 1, double, F>{f, loop}); }
+    if (out.device() == CPU && fits_packs(loop, N, 16)) {  // 16: the compiler makes vectors of it
+        return for_each_on_cpu(loop.n / 16, Elementwise<N, 16, float, F>{f, loop});
+    }
+    if (fits_packs(loop, N, 4)) {
+        return for_each(out.device(), loop.n / 4, Elementwise<N, 4, float, F>{f, loop});
+    }
+    for_each(out.device(), loop.n, Elementwise<N, 1, float, F>{f, loop});
 }
+
+// Returns the shape to which PyTorch broadcasts both: the shorter one gets leading dimensions of 1,
+// and of each pair of sizes one is 1, or they are equal. operand() finds a mismatch.
 static Shape broadcast(const Shape& a, const Shape& b) {
     Shape shape = a.size() >= b.size() ? a : b;
     const Shape& other = a.size() >= b.size() ? b : a;
@@ -605,8 +704,10 @@ static Shape broadcast(const Shape& a, const Shape& b) {
     for (size_t d = 0; d < other.size(); d++) {
         if (shape[missing + d] == 1) { shape[missing + d] = other[d]; }
     }
-    return shape;  // a mismatch is found by operand()
+    return shape;
 }
+
+// Returns f(inputs) as a new tensor of their broadcast shape; records nothing.
 template <class F, size_t N>
 static Tensor elementwise(const F& f, DType dtype, const Tensor (&inputs)[N], Source at = here()) {
     Shape shape = inputs[0].shape;
@@ -628,13 +729,15 @@ static Tensor fp32_operand(const Tensor& a) {
 }
 
 void copy_or_add(const Tensor& to, const Tensor& from, bool accumulate) {
-    accumulate ? elementwise_into(Add(), to, {to, from}) : elementwise_into(Copy(), to, {from});
+    if (accumulate) { return elementwise_into(Add(), to, {to, from}); }
+    elementwise_into(Copy(), to, {from});
 }
 
 void scale_in_place(const Tensor& t, float s) { elementwise_into(Scale{s}, t, {t}); }
 void scale_in_place(const Tensor& t, const Tensor& s) { elementwise_into(Mul(), t, {t, s}); }
 
-// y, whose gradient is its input's: add_gradient casts it back, and sums over what was broadcast.
+// Records y, whose gradient is its input's: add_gradient casts it back, and sums over what was
+// broadcast.
 static Tensor passes_gradient(Tensor y, const Tensor& a) {
     record(y, {a}, [ga = a.gradient](const Tensor& dy) { add_gradient(ga, dy); });
     return y;
@@ -642,6 +745,7 @@ static Tensor passes_gradient(Tensor y, const Tensor& a) {
 Tensor cast(const Tensor& a, DType dtype) {
     return a.dtype == dtype ? a : passes_gradient(elementwise(Copy(), dtype, {a}), a);
 }
+
 Tensor add(const Tensor& a, const Tensor& b) {
     Tensor y = elementwise(Add(), promote(a.dtype, b.dtype), {a, b});
     record(y, {a, b}, [ga = a.gradient, gb = b.gradient](const Tensor& dy) {
@@ -658,9 +762,10 @@ Tensor sub(const Tensor& a, const Tensor& b) {
     });
     return y;
 }
+// da = dy * b, db = dy * a. An operand is kept only for the other's gradient: a constant's partner
+// is not. The tape's comment walks through this op.
 Tensor mul(const Tensor& a, const Tensor& b) {
     Tensor y = elementwise(Mul(), promote(a.dtype, b.dtype), {a, b});
-    // An operand is kept only for the other's gradient: a constant's partner is not.
     Tensor keep_a = needs_gradient(b) ? a : Tensor(), keep_b = needs_gradient(a) ? b : Tensor();
     record(y, {a, b}, [keep_a, keep_b, ga = a.gradient, gb = b.gradient](const Tensor& dy) {
         if (ga) { add_gradient(ga, mul(dy, keep_b)); }
@@ -668,6 +773,7 @@ Tensor mul(const Tensor& a, const Tensor& b) {
     });
     return y;
 }
+// da = dy / b, db = -dy * y / b.
 Tensor div(const Tensor& a, const Tensor& b) {
     Tensor y = elementwise(Div(), promote(a.dtype, b.dtype), {a, b});
     Tensor keep_y = needs_gradient(b) ? detached(y) : Tensor();
@@ -685,7 +791,9 @@ Tensor scale(const Tensor& a, double s) {
 Tensor add_scalar(const Tensor& a, double s) {
     return passes_gradient(elementwise(AddScalar{s}, a.dtype, {a}), a);
 }
-// y = f(x) with dx = backward(y, dy), or backward(x, dy).
+
+// Returns y = f(x), recorded. Backward is dx = backward(y, dy), or backward(x, dy), by what the
+// formula of f's derivative keeps.
 enum Keeps { KEEPS_Y, KEEPS_X };
 template <class F, class Backward>
 static Tensor recorded(const F& f, const Backward& backward, Keeps which, const Tensor& x,
@@ -707,6 +815,8 @@ Tensor log(const Tensor& a) { return recorded(Log(), LogBackward(), KEEPS_X, fp3
 Tensor square(const Tensor& a) {
     return recorded(Square(), SquareBackward(), KEEPS_X, fp32_operand(a));
 }
+
+// y = a where the mask is not 0, else `otherwise`; da = dy where the mask is not 0, else 0.
 Tensor where(const Tensor& mask, const Tensor& a, float otherwise) {
     Tensor y = elementwise(Where{otherwise}, a.dtype, {mask, a});
     record(y, {a}, [mask, ga = a.gradient](const Tensor& dy) {
@@ -734,6 +844,8 @@ Tensor arange(int64_t n) {
 Tensor contiguous(const Tensor& a) {
     return is_row_major(a) ? a : passes_gradient(elementwise(Copy(), a.dtype, {a}), a);
 }
+
+// Returns a's elements in another shape: a view, or a view of a row-major copy.
 Tensor reshape(const Tensor& a, const Shape& shape) {
     Tensor source = contiguous(a), y = view(source, 0, shape);
     if (count(shape) != a.size()) {
@@ -744,6 +856,7 @@ Tensor reshape(const Tensor& a, const Shape& shape) {
     });
     return y;
 }
+// Returns a view with the dimensions i and j exchanged; so is its gradient.
 Tensor transpose(const Tensor& a, int i, int j) {
     Tensor y = a;
     std::swap(y.shape[i], y.shape[j]);
@@ -752,18 +865,23 @@ Tensor transpose(const Tensor& a, int i, int j) {
            [i, j, ga = a.gradient](const Tensor& dy) { add_gradient(ga, transpose(dy, i, j)); });
     return y;
 }
+
+// Returns the view a[..., start::step]. Backward does as autograd does: it makes zeros of a's shape
+// and copies dy into their slice.
 Tensor slice_last(const Tensor& a, int64_t start, int64_t step) {
     Tensor y = a;
     y.data += start * a.stride.back() * (int64_t)size_of(a.dtype);
     y.shape.back() = (a.shape.back() - start + step - 1) / step;
     y.stride.back() *= step;
     record(y, {a}, [start, step, shape = a.shape, ga = a.gradient](const Tensor& dy) {
-        Tensor da = zeros(shape, dy.dtype);  // as autograd: zeros, then the slice is copied in
+        Tensor da = zeros(shape, dy.dtype);
         elementwise_into(Copy(), slice_last(da, start, step), {dy});
         add_gradient(ga, da);
     });
     return y;
 }
+
+// Returns a0 b0 a1 b1 ... along the last dimension, in two copies; the gradients are slices of dy.
 Tensor interleave_last(const Tensor& a, const Tensor& b) {
     Shape shape = a.shape;
     shape.back() *= 2;
@@ -793,7 +911,9 @@ __device__ float over_warp(float x) {
     for (int o = WARP / 2; o > 0; o /= 2) { x = F()(__shfl_xor_sync(0xffffffff, x, o), x); }
     return x;
 }
-template <class F>  // one block per row
+// out [R] = factor * (f over the C columns of each row of x [R,C]): one block per row, which reads
+// four columns at a time where the addresses allow it.
+template <class F>
 __global__ void reduce_rows_kernel(F f, char* out, DType out_type, const char* x, DType type,
                                    int64_t C, float factor) {
     float r = f.start();
@@ -811,22 +931,27 @@ __global__ void reduce_rows_kernel(F f, char* out, DType out_type, const char* x
     r = over_block<over_warp<F>>(r, f.start());
     if (threadIdx.x == 0) { store<float>(out, out_type, blockIdx.x, r * factor); }
 }
-// Columns: 32 threads wide, so that a warp reads 32 neighbours of one row, and 8 rows at a time.
+// out [C] = the sums of the columns of x [R,C]. A block is 32 threads wide, so that a warp reads 32
+// neighbours of one row, and takes 8 rows at a time: thread (x, y) sums rows y, y + 8, ...
+constexpr int ROWS_AT_A_TIME = 8;
 __global__ void sum_columns_kernel(char* out, DType out_type, const char* x, DType type, int64_t R,
                                    int64_t C) {
-    __shared__ float shared[8][WARP];
+    __shared__ float shared[ROWS_AT_A_TIME][WARP];
     int64_t c = blockIdx.x * (int64_t)WARP + threadIdx.x;
     float sum = 0;
     if (c < C) {
-        for (int64_t r = threadIdx.y; r < R; r += 8) { sum += load<float>(x, type, r * C + c); }
+        for (int64_t r = threadIdx.y; r < R; r += ROWS_AT_A_TIME) {
+            sum += load<float>(x, type, r * C + c);
+        }
     }
     shared[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();  // all eight partial sums must be there
     if (threadIdx.y == 0 && c < C) {
-        for (int k = 1; k < 8; k++) { sum += shared[k][threadIdx.x]; }
+        for (int k = 1; k < ROWS_AT_A_TIME; k++) { sum += shared[k][threadIdx.x]; }
         store<float>(out, out_type, c, sum);
     }
 }
+// out [R] = the first column of each row of x [R,C] that holds the row's maximum; C if it is NaN.
 __global__ void argmax_rows_kernel(int* out, const char* x, DType type, const char* max,
                                    int64_t C) {
     __shared__ int first;
@@ -842,9 +967,11 @@ __global__ void argmax_rows_kernel(int* out, const char* x, DType type, const ch
     __syncthreads();  // all candidates must have been offered
     if (threadIdx.x == 0) { out[blockIdx.x] = first; }
 }
+// Threads of a block that shares a row of C columns: whole warps, at most 256.
+static int threads_of_row(int64_t C) { return std::min(256, WARP * ceil_div(C, WARP)); }
 #endif
 
-// y[i] = f over k of x[i * step + k * k_step].
+// y[i] = factor * (f over k of x[i * step + k * k_step]).
 template <class F>
 static void reduce_cpu(const F& f, const Tensor& y, const Tensor& x, int64_t step, int64_t k_step,
                        double factor) {
@@ -858,6 +985,7 @@ static void reduce_cpu(const F& f, const Tensor& y, const Tensor& x, int64_t ste
         store<double>(y.data, y.dtype, i, value * factor);
     }
 }
+// Returns factor * (f over a's last dimension), which becomes 1.
 template <class F>
 static Tensor reduce_last(const F& f, const Tensor& a, double factor) {
     Shape shape = a.shape;
@@ -866,24 +994,25 @@ static Tensor reduce_last(const F& f, const Tensor& a, double factor) {
     int64_t R = y.size(), C = a.dim(-1);
     if (R == 0) { return y; }
     if (y.device() == CUDA) {
-        LAUNCH(reduce_rows_kernel, R, std::min(256, WARP * ceil_div(C, WARP)), f, y.data, y.dtype,
-               x.data, x.dtype, C, factor);
+        LAUNCH(reduce_rows_kernel, R, threads_of_row(C), f, y.data, y.dtype, x.data, x.dtype, C,
+               factor);
     }
     if (y.device() == CPU) { reduce_cpu(f, y, x, C, 1, factor); }
     return y;
 }
+// Returns a, of [..., shape], summed over the dimensions that `shape` does not have.
 static Tensor sum_columns(const Tensor& a, const Shape& shape) {
     Tensor x = detached(contiguous(a)), y = empty_on(a.device(), shape, a.dtype);
     int64_t C = y.size();
     if (C == 0) { return y; }
     if (y.device() == CUDA) {
-        LAUNCH(sum_columns_kernel, ceil_div(C, WARP), dim3(WARP, 8), y.data, y.dtype, x.data,
-               x.dtype, x.size() / C, C);
+        LAUNCH(sum_columns_kernel, ceil_div(C, WARP), dim3(WARP, ROWS_AT_A_TIME), y.data, y.dtype,
+               x.data, x.dtype, x.size() / C, C);
     }
     if (y.device() == CPU) { reduce_cpu(Sum(), y, x, 1, C, 1); }
     return y;
 }
-static Tensor sum_to(const Tensor& dx, const Shape& shape) {
+static Tensor sum_to(const Tensor& dx, const Shape& shape) {  // told above add_gradient()
     if (dx.shape == shape) { return dx; }
     Tensor d = dx;
     if (!shape.empty() && shape.back() == 1 && d.shape.back() != 1) {
@@ -906,25 +1035,32 @@ static Tensor sum_times(const Tensor& a, double factor) {
 Tensor sum_last(const Tensor& a) { return sum_times(fp32_operand(a), 1); }
 Tensor mean_last(const Tensor& a) { return sum_times(a, 1.0 / a.dim(-1)); }
 Tensor mean_all(const Tensor& a) { return reshape(mean_last(reshape(a, {a.size()})), {}); }
+
+// Returns the first column of each row of x that holds the row's maximum y; nothing of use for a
+// NaN.
+static Tensor argmax_last(const Tensor& x, const Tensor& y) {
+    Tensor index = empty(y.shape, I32);
+    const int64_t R = y.size(), C = x.dim(-1);
+    if (R == 0 || y.device() == META) { return index; }
+    if (y.device() == CUDA) {
+        LAUNCH(argmax_rows_kernel, R, threads_of_row(C), index.as<int>(), x.data, x.dtype, y.data,
+               C);
+        return index;
+    }
+    for (int64_t r = 0; r < R; r++) {
+        const double max = load<double>(y.data, y.dtype, r);
+        int64_t c = 0;
+        while (c < C - 1 && load<double>(x.data, x.dtype, r * C + c) != max) { c++; }
+        index.as<int>()[r] = (int)c;
+    }
+    return index;
+}
 // The gradient of max goes to the first column that holds it.
 Tensor max_last(const Tensor& a) {
     Tensor y = reduce_last(Max(), a, 1);
     if (!needs_gradient(a)) { return y; }
-    Tensor index = empty(y.shape, I32), x = detached(contiguous(a));
-    const int64_t R = y.size(), C = a.dim(-1);
-    if (y.device() == CUDA && R > 0) {
-        LAUNCH(argmax_rows_kernel, R, std::min(256, WARP * ceil_div(C, WARP)), index.as<int>(),
-               x.data, x.dtype, y.data, C);
-    }
-    for (int64_t r = 0; y.device() == CPU && r < R; r++) {
-        int64_t c = 0;
-        while (c < C - 1 &&
-               load<double>(x.data, x.dtype, r * C + c) != load<double>(y.data, y.dtype, r)) {
-            c++;
-        }
-        index.as<int>()[r] = (int)c;
-    }
-    record(y, {a}, [index, C, ga = a.gradient](const Tensor& dy) {
+    Tensor index = argmax_last(detached(contiguous(a)), y);
+    record(y, {a}, [index, C = a.dim(-1), ga = a.gradient](const Tensor& dy) {
         add_gradient(ga, elementwise(SelectEqual(), dy.dtype, {arange(C), index, dy}));
     });
     return y;
@@ -937,47 +1073,72 @@ Tensor max_last(const Tensor& a) {
 
 template <class T>
 struct GatherRows {
-    T* y;
-    const T* table;
+    T* y;            // [N,C]
+    const T* table;  // [V,C]
     const int* index;
     int64_t C;
-    HD void operator()(int64_t i) const { y[i] = table[index[i / C] * C + i % C]; }
+    HD void operator()(int64_t i) const {
+        const int64_t n = i / C, c = i % C;
+        y[i] = table[index[n] * C + c];
+    }
 };
-// links[n]: the next place that has n's index, N: none; links[N + n]: whether an earlier one has
+
+// Links the places of each index into a list, for the first of them to walk.
+//
+// Example: the tokens 7 3 7 (N = 3) give
+//     next     2 N N    the next place with the same token; N: there is none
+//     earlier  0 0 1    whether an earlier place has the same token
+// Places 0 and 1 have no earlier one, so they sum: place 0 the rows 0 and 2, place 1 row 1. Place 2
+// leaves its row to place 0.
 struct SameIndex {
-    int* links;
-    const int* index;
+    int *next, *earlier;  // [N] each
+    const int* index;     // [N]
     int64_t N;
     HD void operator()(int64_t n) const {
-        int next = (int)N, earlier = 0;
+        int nearest = (int)N, before = 0;
 #ifdef __CUDA_ARCH__
 #pragma unroll 16  // or it waits for each load: 0.16 ms for 4096 tokens
 #endif
         for (int m = (int)N - 1; m >= 0; m--) {
             const bool same = index[m] == index[n];
-            next = same && m > n ? m : next;
-            earlier = earlier || (same && m < n);
+            nearest = same && m > n ? m : nearest;
+            before = before || (same && m < n);
         }
-        links[n] = next, links[N + n] = earlier;
+        next[n] = nearest;
+        earlier[n] = before;
     }
 };
 template <class T>
 struct GatherRowsBackward {
-    T* dtable;
-    const T* dy;
-    const int *index, *links;
+    T* dtable;    // [V,C]
+    const T* dy;  // [N,C]
+    const int *index, *next, *earlier;
     int64_t N, C;
     HD void operator()(int64_t i) const {
         const int64_t first = i / C, c = i % C;
-        if (links[N + first]) { return; }
+        if (earlier[first]) { return; }
         T* to = dtable + index[first] * C + c;
         Wide<T> sum = *to;
-        for (int64_t n = first; n < N; n = links[n]) { sum += dy[n * C + c]; }
+        for (int64_t n = first; n < N; n = next[n]) { sum += dy[n * C + c]; }
         *to = sum;
     }
 };
+
+// Adds dy's rows to those of dtable. SameIndex says which rows of dy share an index.
+static void gather_rows_backward(const Tensor& dtable, const Tensor& dy, const Tensor& index) {
+    const int64_t N = index.size(), C = dtable.dim(1);
+    Tensor links = empty({2, N}, I32, WORKSPACE);
+    const int* tokens = index.as<int>();
+    int *next = links.as<int>(), *earlier = next + N;
+    for_each(links.device(), N, SameIndex{next, earlier, tokens, N});
+    with_type(dy.dtype, [&](auto zero) {
+        using F = GatherRowsBackward<decltype(zero)>;
+        F f{dtable.as(zero), dy.as(zero), tokens, next, earlier, N, C};
+        for_each(dtable.device(), dy.size(), f);
+    });
+}
 Tensor gather_rows(const Tensor& table, const Tensor& index) {
-    int64_t C = table.dim(1);
+    const int64_t C = table.dim(1);
     Shape shape = index.shape;
     shape.push_back(C);
     Tensor y = empty(shape, table.dtype);
@@ -985,18 +1146,11 @@ Tensor gather_rows(const Tensor& table, const Tensor& index) {
         using F = GatherRows<decltype(zero)>;
         for_each(y.device(), y.size(), F{y.as(zero), table.as(zero), index.as<int>(), C});
     });
-    record(y, {table}, [index, C, g = table.gradient](const Tensor& dy_in) {
+    record(y, {table}, [index, g = table.gradient](const Tensor& dy_in) {
         Tensor dy = contiguous(cast(dy_in, g->dtype));
         write_gradient(g, [&](const Tensor& dtable, bool accumulate) {
             if (!accumulate) { fill_zero(dtable); }
-            const int64_t N = index.size();
-            Tensor links = empty({2, N}, I32, WORKSPACE);
-            for_each(links.device(), N, SameIndex{links.as<int>(), index.as<int>(), N});
-            with_type(dy.dtype, [&](auto zero) {
-                using F = GatherRowsBackward<decltype(zero)>;
-                F f{dtable.as(zero), dy.as(zero), index.as<int>(), links.as<int>(), N, C};
-                for_each(dtable.device(), dy.size(), f);
-            });
+            gather_rows_backward(dtable, dy, index);
         });
     });
     return y;
