@@ -487,10 +487,6 @@ void clear_tape();
 // again, now with a tape. Of what has a gradient f reads x and parameters only; it may itself call
 // checkpoint().
 Tensor checkpoint(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x);
-// Runs f, unless its predicted peak, `needs` bytes, of which `held` are held already, does not fit.
-// Returns 0 if f ran, else `needs`, for oom_cell. row: for stderr.
-size_t run_if_fits(const std::string& row, size_t needs, const std::function<void()>& f,
-                   size_t held = 0);
 
 void scale_in_place(const Tensor& t, float s);
 void scale_in_place(const Tensor& t, const Tensor& s);  // s: []
@@ -525,6 +521,15 @@ Tensor slice_last(const Tensor& a, int64_t start, int64_t step);  // a[..., star
 Tensor arange(int64_t n);                                         // I32 [n]
 
 // -------------------------------------------------------------------------------------------------
+// tensor.cu: whether a run's memory fits
+
+size_t planned_peak(const std::function<void()>& run);  // bytes, found on META
+// Runs f, unless its predicted peak, `needs` bytes, of which `held` are held already, does not fit.
+// Returns 0 if f ran, else `needs`, for oom_cell. row: for stderr.
+size_t run_if_fits(const std::string& row, size_t needs, const std::function<void()>& f,
+                   size_t held = 0);
+
+// -------------------------------------------------------------------------------------------------
 // matmul.cu: matrix products, in context.precision: fp32 and tf32 on fp32 operands; bf16 and fp16
 // on operands that autocast casts. Accumulation is always fp32 (fp64 for F64). On the CPU tf32 is
 // fp32, as in PyTorch.
@@ -543,7 +548,6 @@ void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b,
           double alpha = 1, double beta = 0);
 // gemm multiplies fp32 copies: on the CPU, and of bf16 on a card without it (before the A100).
 bool multiplies_copies(Device device, DType dtype);
-size_t planned_peak(const std::function<void()>& run);  // bytes, found on META
 // g += alpha op(a) op(b). Eager adds with a kernel of its own, as autograd does; fused lets the
 // product accumulate.
 void add_gemm(const GradientPtr& g, const Tensor& a, bool transpose_a, const Tensor& b,

@@ -236,15 +236,6 @@ bool multiplies_copies(Device device, DType dtype) {
 #endif
     return device == CPU && dtype != F64;
 }
-size_t planned_peak(const std::function<void()>& run) {
-    RestoreContext restore;
-    context.widening = multiplies_copies(context.device, matmul_dtype());
-    Planning planning;
-    size_t before = memory_use(META).now;
-    reset_peak(META);
-    run();
-    return memory_use(META).peak - before;
-}
 static Tensor fp32_copy(const Tensor& t) {  // fp32 holds every 16-bit number exactly
     if (t.dtype == F32) { return t; }
     Tensor w = empty_on(t.device(), t.shape, F32, WORKSPACE);

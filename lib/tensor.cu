@@ -1177,6 +1177,18 @@ Tensor pick_last(const Tensor& a, const Tensor& index) {
     return y;
 }
 
+// -------------------------------------------------------------------------------------------------
+// Whether a run's memory fits
+
+size_t planned_peak(const std::function<void()>& run) {
+    RestoreContext restore;
+    context.widening = multiplies_copies(context.device, matmul_dtype());
+    Planning planning;
+    size_t before = memory_use(META).now;
+    reset_peak(META);
+    run();
+    return memory_use(META).peak - before;
+}
 size_t run_if_fits(const std::string& row, size_t needs, const std::function<void()>& f,
                    size_t held) {
     if (needs > held && needs - held > available_memory(context.device)) { return needs; }
