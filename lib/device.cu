@@ -32,7 +32,6 @@ static void run_with(T& variable, T value, const std::function<void()>& f) {
     variable = value;
     f();
 }
-static double to_gib(size_t bytes) { return bytes / 1073741824.0; }
 
 // -------------------------------------------------------------------------------------------------
 // Errors

@@ -1,10 +1,12 @@
-// lib/gpu.h: what several files' kernels share.
+// lib/gpu.h: what several files' kernels share: packs of neighbours, the launch of a kernel, sums
+// and maxima over a warp or a block, and with_packs(), which chooses a kernel's types. To read
+// first: the call that is written out above with_packs().
 #pragma once
 #include "lib.h"
 
-// For kernels that are bound by memory: a thread takes W neighbours at a time, by accesses of 16
-// bytes instead of 2 or
-// 4. To read such a kernel, take W = 1: then a pack is an element.
+// W neighbours that a thread loads or stores at once. A kernel that is bound by memory gains from
+// it: its accesses have 16 bytes instead of 2 or 4. To read such a kernel, take W = 1: then a pack
+// is an element.
 template <class T, int W>
 struct alignas(W * sizeof(T) < 16 ? W * sizeof(T) : 16) Pack {
     T x[W];
@@ -19,14 +21,15 @@ HD inline void store_pack(T* to, const Pack<T, W>& pack) {
 }
 
 #ifdef __CUDACC__
-// lib/device.cu: of the current device; an H100's where META plans for a GPU and none is here
+// lib/device.cu: of the current device, or of an H100 where META plans for a GPU and none is here.
 int multiprocessors();
 int compute_capability();  // 75 for 7.5
 
-void start_cublas();  // lib/matmul.cu: with its workspace; else the first product does
+// lib/matmul.cu: starts cuBLAS and allocates its workspace; without this the first product does.
+void start_cublas();
 
-// kernel<<<grid, threads>>>(arguments) in the compute stream, checked. A kernel with a comma stands
-// in parentheses.
+// Runs kernel<<<grid, threads>>>(arguments) in the compute stream and checks that it was launched.
+// A kernel whose name has a comma, as in kernel<T, 4>, stands in parentheses.
 #define LAUNCH(kernel, grid, threads, ...)                   \
     do {                                                     \
         kernel<<<grid, threads, 0, stream()>>>(__VA_ARGS__); \
@@ -43,42 +46,61 @@ __device__ inline float warp_max(float x) {
     for (int o = WARP / 2; o > 0; o /= 2) { x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, o)); }
     return x;
 }
-// Over a block of at most 32 warps, given to every thread. The first barrier: a slow warp may still
-// read `shared` from the call before.
+// Reduces x over a block of at most 32 warps and returns the result to every thread. of_nothing:
+// the result of no x at all (0 for a sum).
 template <float (*over_warp)(float)>
 __device__ inline float over_block(float x, float of_nothing) {
     __shared__ float shared[WARP];
-    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP,
-        warps = (blockDim.x + WARP - 1) / WARP;
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    int warps = (blockDim.x + WARP - 1) / WARP;
     x = over_warp(x);
-    __syncthreads();
+    __syncthreads();  // a slow warp may still read `shared` from the call before
     if (lane == 0) { shared[warp] = x; }
-    __syncthreads();
+    __syncthreads();  // every warp's part must be there
     return over_warp(lane < warps ? shared[lane] : of_nothing);
 }
 __device__ inline float block_sum(float x) { return over_block<warp_sum>(x, 0); }
 __device__ inline float block_max(float x) { return over_block<warp_max>(x, -INFINITY); }
 
-// Runs f(T(), W): W elements of the dtype are 16 bytes where n, of which all rows' lengths are
-// multiples, and the addresses allow that, else W is `least`.
+// Runs f(zero, width): zero has the dtype's C++ type (see with_gpu_type), and width says how many
+// elements a pack has. That is 16 bytes' worth if they divide n, of which all rows' lengths are
+// multiples, and if all addresses are multiples of 16; else it is `least`.
+//
+// One call written out: y [N,C] is F32, C a multiple of 4, and y.data one of 16. Then
+//
+//     with_packs(y.dtype, C, {y.data}, [&](auto zero, auto width) {
+//         LAUNCH(kernel<width>, N, threads_for(C / width), y.as(zero), (int)C);
+//     });
+//
+// launches
+//
+//     kernel<4><<<N, threads_for(C / 4), 0, stream()>>>((float*)y.data, (int)C);
+//
+// zero is float(), so y.as(zero) is a float*. width is a std::integral_constant<int, 4>, whose type
+// holds the 4: so it can be a template argument. The compiler makes the lambda, and with it the
+// kernel, for three types and two widths each; one of the six runs.
 template <int least = 1, class Fn>
 void with_packs(DType dtype, int64_t n, const std::vector<const void*>& addresses, Fn f) {
     with_gpu_type(dtype, [&](auto zero) {
         constexpr int W = 16 / sizeof(zero);
         bool fits = n % W == 0;
         for (const void* address : addresses) { fits = fits && (uintptr_t)address % 16 == 0; }
-        fits ? f(zero, std::integral_constant<int, W>())
-             : f(zero, std::integral_constant<int, least>());
+        if (fits) {
+            f(zero, std::integral_constant<int, W>());
+        } else {
+            f(zero, std::integral_constant<int, least>());
+        }
     });
 }
-constexpr int PACK_THREADS = 640;  // at most; a row of d_model 2560 in fp32 is one pack per thread
-// For a row of so many packs: each thread takes the same number of them, as far as whole warps
-// allow.
+// The most threads of a block that shares a row: one of d_model 2560 in fp32 is a pack per thread.
+constexpr int PACK_THREADS = 640;
+// Returns the threads of a block that shares a row of so many packs: whole warps, each thread with
+// the same number of packs, as far as that goes.
 inline int threads_for(int64_t packs) {
     return WARP * ceil_div(packs, WARP * ceil_div(packs, PACK_THREADS));
 }
 #else
-// Without nvcc nothing ever comes to a launch.
+// Without nvcc there is no CUDA tensor, so nothing ever comes to a launch.
 #define LAUNCH(...) fail("this build is for the CPU only")
 template <int least = 1, class Fn>
 void with_packs(DType, int64_t, const std::vector<const void*>&, Fn) {

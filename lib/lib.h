@@ -289,11 +289,13 @@ std::string run_ourselves(const std::vector<std::string>& arguments);
 std::string commit();  // of the build
 
 // -------------------------------------------------------------------------------------------------
-// trace.cu: named ranges of work, and what ran in which: on the GPU as CUPTI sees it, kernels of
-// cuBLAS and NCCL too. Times are in ns since 1970, the same for all processes of a machine; ranges
-// are indices of Trace::ranges.
+// trace.cu: named ranges of work, and what the GPU ran in each, as CUPTI sees it: also the kernels
+// of cuBLAS and NCCL. Times are in ns since 1970, on one clock for all processes of a machine. A
+// range is named by its index in Trace::ranges; -1: none.
 
-struct Range {  // NVTX tools show it. `name` has to live as long as the program
+// A range lasts from here to the end of its scope; tools that read NVTX (nsys) show it, too. `name`
+// has to live as long as the program.
+struct Range {
     explicit Range(const char* name, int recorded_in = -1);  // recorded_in: see TracedRange
     ~Range();
     Range(const Range&) = delete;
@@ -301,37 +303,41 @@ struct Range {  // NVTX tools show it. `name` has to live as long as the program
   private:
     int traced = -1;
 };
-std::vector<const char*>& open_ranges();  // of this thread, outermost first; in device.cu
-const char* innermost_range();            // "" outside all of them
-int innermost_traced_range();             // of the trace that is being made; -1: none
+std::vector<const char*>& open_ranges();  // this thread's, outermost first; in device.cu
+const char* innermost_range();            // this thread's; "" outside all of them
+int innermost_traced_range();             // this thread's, in the trace that is being made
 
 struct TracedRange {
     const char* name;
-    int parent;       // -1: none
-    int recorded_in;  // of a backward step: the range in which the forward recorded it; -1: none
-    int thread;       // as the system numbers it
+    int parent;       // the range that was open around it
+    int recorded_in;  // where backward runs a step of the tape: the range that recorded the step
+    int thread;       // the system's number for it
     int64_t start, end;
 };
 struct TracedWork {    // a kernel, a copy or a memset
-    std::string name;  // of a copy or memset in [brackets]
-    int range;         // the innermost that was open at the launch, -1: none
+    std::string name;  // a copy's and a memset's in [brackets]
+    int range;         // the innermost range that was open at the launch
     int64_t start, end;
-    unsigned stream = 0, correlation = 0;  // correlation: the launch's number
+    unsigned stream = 0, correlation = 0;  // correlation: CUPTI's number for the launch
 };
 struct Trace {
-    std::vector<TracedRange> ranges;  // by start
-    std::vector<TracedWork> work;     // by start
-    std::string no_kernels;           // why `work` is empty; "": kernels were traced
+    std::vector<TracedRange> ranges;  // in the order of their starts
+    std::vector<TracedWork> work;     // in the order of their starts
+    std::string no_kernels;           // says why `work` is empty; "" if kernels were traced
 };
 void start_tracing();
-Trace stop_tracing();  // waits for the device
+Trace stop_tracing();  // waits for the device, and returns what ran since start_tracing()
 
 // -------------------------------------------------------------------------------------------------
 // table.cu: tables and answers on stdout
 
+inline double to_gib(double bytes) { return bytes / (1 << 30); }
+std::string oom_cell(size_t bytes);  // "OOM (61.2 GiB)"
+
+// Returns a table's cell: a number with four digits ("" for NAN), a name, or text as it is. A
+// column that needs other digits hands over text.
 template <class T>
-std::string to_cell(
-    const T& x) {  // four digits, "" for NAN. Where a column needs others: strprintf
+std::string to_cell(const T& x) {
     if constexpr (std::is_enum_v<T>) {
         return name_of(x);
     } else if constexpr (std::is_integral_v<T>) {
@@ -342,7 +348,6 @@ std::string to_cell(
         return x;
     }
 }
-std::string oom_cell(size_t bytes);  // "OOM (61.2 GiB)"
 
 struct Table {
     std::string caption;  // one line: precision, sizes, warm-up, steps
@@ -353,18 +358,30 @@ struct Table {
         rows.push_back({to_cell(cells)...});
     }
 };
-std::string origin();  // "NVIDIA H200, driver 580.159, CUDA 13.0; commit 1a2b3c4"; the first
-                       // caption ends so
-void print(const Table& table);  // Markdown, or csv with context.csv
-// "**(a)** text" below the table. part: the handout's letter, or a word; "": the whole problem.
+// Returns what the first caption ends with: "NVIDIA H200, driver 580.159, CUDA 13.0; commit
+// 1a2b3c4".
+std::string origin();
+void print(const Table& table);  // prints it as Markdown, or as csv if context.csv
+// Prints "**(a)** text". part: the handout's letter, or a word; "" if the text answers it all.
 void answer(const char* part, const char* format, ...) PRINTF(2, 3);
-void sketch(const std::string& lines);  // a block of code, where the handout asks for one
-extern std::string* printed_to;         // null: stdout. For tests: where all of this goes instead
+void sketch(const std::string& lines);  // prints a block of code, where the handout asks for one
+extern std::string* printed_to;         // tests: a text that collects all this instead of stdout
 
 // -------------------------------------------------------------------------------------------------
 // formats.h: bf16 and fp16
 
-// Runs f(zero) with a zero of the dtype's C++ type: f only takes its type, decltype(zero).
+// A kernel is a template over its elements' C++ type, while a tensor's dtype is known at run time.
+// with_gpu_type leads from the one to the other: it runs f(zero), and f takes nothing but zero's
+// type. One call written out: t is a tensor of F32, and
+//
+//     with_gpu_type(t.dtype, [&](auto zero) { LAUNCH(kernel, grid, 256, t.as(zero), n); });
+//
+// runs f(float()), so t.as(zero) is (float*)t.data, and that launches
+//
+//     kernel<float><<<grid, 256, 0, stream()>>>((float*)t.data, n);
+//
+// In f, decltype(zero) names the type. Arithmetic on it runs in Wide<decltype(zero)>, of which
+// +zero is a zero: C++'s unary plus makes a float of a bf16 or fp16, and leaves a float or double.
 template <class Fn>
 void with_gpu_type(DType t, Fn f) {
     switch (t) {
@@ -374,9 +391,11 @@ void with_gpu_type(DType t, Fn f) {
         default: fail("%s tensors are not for this", name_of(t));
     }
 }
+// The same for the CPU, which knows F64, too.
 template <class Fn>
-void with_type(DType t, Fn f) {  // on the CPU
-    t == F64 ? f(double()) : with_gpu_type(t, f);
+void with_type(DType t, Fn f) {
+    if (t == F64) { return f(double()); }
+    with_gpu_type(t, f);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -387,17 +406,17 @@ int64_t count(const Shape& shape);
 std::string to_string(const Shape& shape);  // "[4, 256, 768]"
 size_t size_of(DType t);
 
-// A handle: copying it shares the data. `memory` and `gradient` are null where there is none.
+// A handle: copying it shares the data.
 struct Tensor {
-    std::shared_ptr<Memory> memory;
-    char* data = nullptr;
+    std::shared_ptr<Memory> memory;  // null: there is no tensor (false as a bool)
+    char* data = nullptr;            // its first element, within the memory
     DType dtype = F32;
-    // strides in elements; all tensors are row-major but for the views that eager mode makes
+    // Strides are in elements. All tensors are row-major but for the views that eager mode makes.
     Shape shape, stride;
-    std::shared_ptr<struct Gradient> gradient;
+    std::shared_ptr<struct Gradient> gradient;  // null: nobody asks for one
     explicit operator bool() const { return memory != nullptr; }
     int64_t size() const { return count(shape); }
-    int64_t dim(int i) const { return shape[i < 0 ? i + shape.size() : i]; }
+    int64_t dim(int i) const { return shape[i < 0 ? i + shape.size() : i]; }  // -1: the last
     Device device() const { return memory->device; }
     template <class T>
     T* as(T = T()) const {  // as<float>(), or as(zero) within with_type
@@ -405,33 +424,36 @@ struct Tensor {
     }
 };
 
-// Row-major; empty and zeros are on context.device.
+// They return a row-major tensor; empty and zeros on context.device. at: who asked, for the log.
 Tensor empty(const Shape& shape, DType dtype, Category category = ACTIVATIONS, Source at = here());
 Tensor zeros(const Shape& shape, DType dtype, Category category = ACTIVATIONS, Source at = here());
 Tensor empty_on(Device device, const Shape& shape, DType dtype, Category category = ACTIVATIONS,
                 Source at = here());
 bool is_row_major(const Tensor& t);
-// Elements [offset, offset + count(shape)) of a row-major t, without its gradient.
+// Returns elements [offset, offset + count(shape)) of a row-major t, without its gradient.
 Tensor view(const Tensor& t, int64_t offset, const Shape& shape);
 void fill_zero(const Tensor& t);
-// same count and dtype, both row-major, any devices
+// Copies between any devices; both are row-major and have the same count and dtype.
 void copy(const Tensor& to, const Tensor& from);
-// a copy there (itself if it is there already), without gradient
+// Returns a copy on the device (t itself if it is there already), without its gradient.
 Tensor to_device(const Tensor& t, Device device);
-// on context.device
+Tensor detached(const Tensor& t);          // the same data, no gradient
+Tensor require_gradient(const Tensor& t);  // the same data, a leaf of its own (tests, toy models)
+// They return a tensor on context.device.
 Tensor from_floats(const std::vector<float>& values, const Shape& shape, DType dtype = F32);
 Tensor from_ints(const std::vector<int>& values, const Shape& shape);
 std::vector<float> to_floats(const Tensor& t);  // any dtype, any strides, from any device
 std::vector<double> to_doubles(const Tensor& t);
 
 // Random numbers: element i of stream `key` is a function of (seed, key, i), so the CPU and the GPU
-// draw the same bits. bounded by 4.9 std
+// draw the same bits.
+// Fills t with normal numbers, none further than 4.9 std from the mean.
 void fill_normal(const Tensor& t, uint64_t seed, uint64_t key, float mean, float std);
-// uniform in [0, n)
+// Returns an integer of [0, n), each as likely.
 int random_int(int n, uint64_t seed, uint64_t key, uint64_t i);
 uint64_t key_of(const std::string& name);  // a stream for each parameter name
 
-// NaN-safe: passes where |got - want| <= atol + rtol * |want|.
+// An element passes where |got - want| <= atol + rtol * |want|; a NaN never does.
 struct Comparison {
     int64_t wrong = 0;         // the number of wrong elements
     int64_t worst = -1;        // the index of the one furthest beyond its bound ...
@@ -448,18 +470,20 @@ std::string to_string(const Comparison& c);
 // it still held.
 
 struct Gradient {
-    DType dtype;  // of the tensor that it belongs to, and its shape
-    Shape shape;
-    // Null until something is added, unless it is a view into a flat buffer. Outside mode eager a
-    // parameter's is 16-bit where low_precision is set, or where that buffer is.
+    DType dtype;  // of the tensor that it belongs to ...
+    Shape shape;  // ... and that tensor's shape
+    // The sum of what ops have added. It is null until the first adds, unless it is a view into a
+    // flat buffer. Its dtype is the tensor's, but outside mode eager a parameter's is 16-bit if
+    // low_precision is set, or if that buffer is 16-bit.
     Tensor value;
-    bool is_parameter = false;    // then it stays after backward ...
-    bool filled = false;          // ... and this says that it holds something
-    int uses = 0;                 // ops on the tape that still will add to it
-    std::function<void()> ready;  // parameters: called when the last of them has
-    // its tensor, as products take it: linear() then need not keep it for backward
+    bool is_parameter = false;  // then `value` stays after backward ...
+    bool filled = false;        // ... and this says whether it holds something
+    int uses = 0;               // ops on the tape that have yet to add to it
+    // A parameter's: backward calls it when the last of these ops has added.
+    std::function<void()> ready;
+    // Computes the tensor again as products take it, so that linear() need not keep it.
     std::function<Tensor()> recompute;
-    // parameters: as bf16/fp16 products take it, autocast's copy or a half of it
+    // A parameter's: its copy for 16-bit products (lib/matmul.cu), or the upper half of its bits.
     Tensor low_precision;
 };
 using GradientPtr = std::shared_ptr<Gradient>;
@@ -469,31 +493,35 @@ struct NoGrad {  // within its scope nothing is recorded
     NoGrad() { context.recording = false; }
     ~NoGrad() { context.recording = before; }
 };
+// Gives y a gradient and appends `backward` to the tape, if an input has a gradient. backward(dy)
+// adds to the inputs' gradients.
 void record(Tensor& y, const std::vector<Tensor>& inputs,
             std::function<void(const Tensor& dy)> backward);
-void add_gradient(const GradientPtr& g, const Tensor& dx);  // shares dx where it is the first
-// For ops that write or accumulate in their own kernel: the tensor to write to, and whether to add
-// to what it holds.
+// Adds dx to g; without g it does nothing. If it is the first, g shares dx's memory.
+void add_gradient(const GradientPtr& g, const Tensor& dx);
+// For ops whose own kernel writes a gradient, or adds to it: returns the tensor to write to, and
+// whether to add to what it holds.
 Tensor gradient_target(const GradientPtr& g, bool* accumulate);
-// The same for kernels that write g's own dtype only.
+// The same for kernels that can write g's own dtype only.
 void write_gradient(const GradientPtr& g,
                     const std::function<void(const Tensor& target, bool accumulate)>& write);
-// With context.recompute: nobody keeps y, since linear's backward calls `again` for it.
+// If context.recompute: linear() does not keep y, and its backward calls again() instead.
 void recompute_by(const Tensor& y, const std::function<Tensor()>& again);
-void backward(const Tensor& loss, float scale = 1);     // dloss = scale; empties the tape
-void backward_from(const Tensor& y, const Tensor& dy);  // the same, from any y
+// Adds to the gradients of all that led to the loss, whose own gradient is `scale`; empties the
+// tape.
+void backward(const Tensor& loss, float scale = 1);
+void backward_from(const Tensor& y, const Tensor& dy);  // the same, from any y with gradient dy
 void clear_tape();
-// Gradient checkpointing (Chen et al., 2016): f(x), of which forward keeps x alone. Backward runs f
-// again, now with a tape. Of what has a gradient f reads x and parameters only; it may itself call
-// checkpoint().
+// Gradient checkpointing (Chen et al., 2016): returns f(x), and keeps nothing but x for backward,
+// which runs f again and records it then. f may use no tensor with a gradient but x and parameters.
+// It may itself call checkpoint().
 Tensor checkpoint(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x);
 
+// What is not recorded:
 void scale_in_place(const Tensor& t, float s);
 void scale_in_place(const Tensor& t, const Tensor& s);  // s: []
-// to = from, or to += from; casts
+// to = from, or to += from if `accumulate`; casts.
 void copy_or_add(const Tensor& to, const Tensor& from, bool accumulate);
-Tensor detached(const Tensor& t);          // same data, no gradient
-Tensor require_gradient(const Tensor& t);  // same data, a leaf of its own (tests, toy models)
 
 // -------------------------------------------------------------------------------------------------
 // tensor.cu: ops, each one kernel that records itself on the tape. Dtypes and broadcasting are
@@ -523,52 +551,52 @@ Tensor arange(int64_t n);                                         // I32 [n]
 // -------------------------------------------------------------------------------------------------
 // tensor.cu: whether a run's memory fits
 
-size_t planned_peak(const std::function<void()>& run);  // bytes, found on META
-// Runs f, unless its predicted peak, `needs` bytes, of which `held` are held already, does not fit.
-// Returns 0 if f ran, else `needs`, for oom_cell. row: for stderr.
+// Returns the bytes that `run` would hold at its peak, beyond those held now: it runs on META.
+size_t planned_peak(const std::function<void()>& run);
+// Runs f, unless its predicted peak does not fit: `needs` bytes, of which `held` are held already.
+// Returns 0 if f ran, else `needs`, for oom_cell(). row: what stderr names it.
 size_t run_if_fits(const std::string& row, size_t needs, const std::function<void()>& f,
                    size_t held = 0);
 
 // -------------------------------------------------------------------------------------------------
-// matmul.cu: matrix products, in context.precision: fp32 and tf32 on fp32 operands; bf16 and fp16
-// on operands that autocast casts. Accumulation is always fp32 (fp64 for F64). On the CPU tf32 is
-// fp32, as in PyTorch.
+// matmul.cu: matrix products, in context.precision: fp32 and tf32 multiply fp32 operands, bf16 and
+// fp16 those that autocast casts. Sums are always fp32 (fp64 for F64). On the CPU tf32 is fp32, as
+// in PyTorch.
 
 // [...,M,K] x [...,K,N] (transpose_b: [...,N,K]) -> [...,M,N]
 Tensor matmul(const Tensor& a, const Tensor& b, bool transpose_b = false);
 // x [...,K], weight [N,K] -> x weight^T [...,N]
 Tensor linear(const Tensor& x, const Tensor& weight);
-// linear(f(x), weight) as a checkpoint: backward runs f again, but not this product, whose result
-// it does not read.
+// Returns linear(f(x), weight) as a checkpoint: backward runs f again, but not this product, since
+// nobody reads its result there.
 Tensor checkpoint_linear(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x,
                          const Tensor& weight);
-// out = alpha op(a) op(b) + beta out, row-major; leading dimensions are a batch. Not recorded,
-// nothing cast.
+// out = alpha op(a) op(b) + beta out, row-major; leading dimensions are a batch. It records and
+// casts nothing.
 void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b,
           double alpha = 1, double beta = 0);
-// gemm multiplies fp32 copies: on the CPU, and of bf16 on a card without it (before the A100).
+// Says whether gemm multiplies fp32 copies: it does on the CPU, and of bf16 on a card that has none
+// (before the A100).
 bool multiplies_copies(Device device, DType dtype);
-// g += alpha op(a) op(b). Eager adds with a kernel of its own, as autograd does; fused lets the
-// product accumulate.
+// g += alpha op(a) op(b); without g it does nothing.
 void add_gemm(const GradientPtr& g, const Tensor& a, bool transpose_a, const Tensor& b,
               bool transpose_b, double alpha = 1);
-// what autocast casts operands to (F64 stays F64)
+// Returns what autocast casts operands to (but F64 stays F64).
 DType matmul_dtype(Precision precision = context.precision);
-// of a model's weights, gradients and moments
+// Returns the dtype of a model's weights, gradients and moments.
 DType weight_dtype(Precision precision = context.precision);
-// in matmul_dtype(); a parameter's copy is kept while recording
+// Returns t in matmul_dtype(); lib/matmul.cu has a table of what that is.
 Tensor autocast_operand(const Tensor& t);
-// where autocast ends, or the weights change
+// Has to be called where autocast ends, or the weights change.
 void drop_weight_copies(const std::vector<Tensor>& parameters);
-// before products inside an OpenMP loop of ours
+// Has to be called before products inside an OpenMP loop of ours.
 void one_blas_thread();
-// C = alpha op(A) op(B) + beta C, row-major, C [M,N], by one thread; T: float or double.
+// C = alpha op(A) op(B) + beta C, row-major, C [M,N], on the calling thread; T: float or double.
 template <class T>
 void blas_product(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* B, int64_t ldb,
                   bool tb, int64_t M, int64_t N, int64_t K, double alpha, double beta);
 
-// TFLOP/s that the card's maker names; NAN: not known
-double dense_peak(Precision precision);
+double dense_peak(Precision precision);  // TFLOP/s by the maker's data sheet; NAN: not known
 std::string percent_of_peak(double tflops, Precision precision);  // a cell; "-": not known
 
 // -------------------------------------------------------------------------------------------------
@@ -586,13 +614,17 @@ struct SafeTensors {
     std::map<std::string, std::string> metadata;
     std::shared_ptr<Memory> content;
 };
+// Reads a whole file, or fails; the file may be hostile.
 SafeTensors load_safetensors(const std::string& path);
+// Writes all tensors, or leaves the file as it was.
 void save_safetensors(const std::string& path,
                       const std::vector<std::pair<std::string, FileTensor>>& tensors,
                       const std::map<std::string, std::string>& metadata = {});
+// Returns the file's tensor of this name; fails unless it has one of the dtypes and this shape, in
+// which -1 is any size.
 const FileTensor& require_tensor(const SafeTensors& file, const std::string& name,
-                                 const Shape& shape,
-                                 const std::set<std::string>& dtypes);  // -1 in shape: any size
+                                 const Shape& shape, const std::set<std::string>& dtypes);
+// Fails if the file has a tensor that is not in `names`; `what` says what they are.
 void require_no_others(const SafeTensors& file, const std::set<std::string>& names,
                        const std::string& what);
 FileTensor describe(const Tensor& cpu_tensor);  // for save_safetensors; points into the tensor

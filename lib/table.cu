@@ -2,7 +2,7 @@
 // begin with #.
 #include "lib.h"
 
-std::string oom_cell(size_t bytes) { return strprintf("OOM (%.1f GiB)", bytes / 1073741824.0); }
+std::string oom_cell(size_t bytes) { return strprintf("OOM (%.1f GiB)", to_gib(bytes)); }
 std::string* printed_to = nullptr;
 
 static void write_block(const std::string& block) {  // blocks are parted by an empty line
