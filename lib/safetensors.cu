@@ -9,6 +9,9 @@
 // Offsets count from the end of the header. The tensors cover the data exactly: no holes, no
 // overlaps, nothing after the last. A file is taken as a whole or not at all, because a wrong
 // weight looks just like a right one.
+//
+// In this order: reading a file, asking for its tensors, writing one. To read first:
+// load_safetensors().
 #include "lib.h"
 
 #include <filesystem>
@@ -20,16 +23,17 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the file's numbers are
 
 constexpr uint64_t MAX_HEADER = 100000000;  // bytes; the limit of the reference implementation
 static const char* const METADATA = "__metadata__";
-// as DType, and I64
+// In DType's order; and I64, which no tensor of ours has.
 static const char* const FILE_DTYPES[] = {"F32", "F16", "BF16", "F64", "I32", "U8", "I64"};
 
-// Bytes per element; 0 for a dtype that we do not know.
+// Returns the bytes of an element; 0 for a dtype that we do not know.
 static size_t size_of_dtype(const std::string& dtype) {
+    if (dtype == "I64") { return 8; }
     const size_t i = std::find(FILE_DTYPES, std::end(FILE_DTYPES), dtype) - FILE_DTYPES;
-    return i <= U8 ? size_of((DType)i) : dtype == "I64" ? 8 : 0;
+    return i <= U8 ? size_of((DType)i) : 0;
 }
 
-// Text from a file, fit for an error message: in quotes, on one line, not too long.
+// Returns text from a file as an error message may have it: in quotes, on one line, not too long.
 static std::string shown(const json& value) {
     std::string text = value.dump(-1, ' ', true, json::error_handler_t::replace);
     return text.size() <= 200 ? text : text.substr(0, 197) + "...";
@@ -38,7 +42,8 @@ static std::string shown(const json& value) {
 // -------------------------------------------------------------------------------------------------
 // Reading
 
-// A list of whole numbers. One that is beyond int64 comes out negative.
+// Returns a list of whole numbers; {-1} if it holds anything else. A number beyond int64 comes out
+// negative.
 static std::vector<int64_t> sizes_in(const json& list) {
     for (const json& value : list) {
         if (!value.is_number_unsigned()) { return {-1}; }
@@ -46,30 +51,34 @@ static std::vector<int64_t> sizes_in(const json& list) {
     return list.get<std::vector<int64_t>>();
 }
 
-// False: the entry is no tensor that lies within the data, or its shape is not of as many bytes as
-// its data_offsets.
+// Fills *t from the header's entry. Returns false if that is no tensor, or does not lie within the
+// data, or if its data_offsets do not span as many bytes as its shape takes.
 static bool read_tensor(const json& entry, const char* data, size_t data_bytes, FileTensor* t) {
     std::vector<int64_t> offsets;
     try {
         entry.at("dtype").get_to(t->dtype);
-        t->shape = sizes_in(entry.at("shape")), offsets = sizes_in(entry.at("data_offsets"));
+        t->shape = sizes_in(entry.at("shape"));
+        offsets = sizes_in(entry.at("data_offsets"));
     } catch (const json::exception&) { return false; }
+
     t->bytes = size_of_dtype(t->dtype);
     bool fits = t->bytes > 0 && offsets.size() == 2;
     for (int64_t d : t->shape) {
         fits = fits && d >= 0 && !__builtin_mul_overflow(t->bytes, (size_t)d, &t->bytes);
     }
     if (!fits) { return false; }
+
     const size_t begin = offsets[0], end = offsets[1];
     if (begin > end || end > data_bytes || end - begin != t->bytes) { return false; }
     t->data = data + begin;
     return true;
 }
 
+// Fails unless the tensors, in the order of their addresses, cover the data exactly.
 static void check_layout(const SafeTensors& file, const char* data, size_t data_bytes) {
     std::set<std::tuple<const void*, size_t, std::string>> order;
     for (const auto& [name, t] : file.tensors) { order.emplace(t.data, t.bytes, name); }
-    const char* end = data;  // of the tensors so far
+    const char* end = data;  // where the tensors so far end
     for (const auto& [at, bytes, name] : order) {
         if (at != end) {
             fail("%s: tensor %s: a hole or an overlap before its data", file.path.c_str(),
@@ -83,21 +92,36 @@ static void check_layout(const SafeTensors& file, const char* data, size_t data_
     }
 }
 
+// Returns the header's JSON. Deep nesting is refused while it is parsed, since later code, such as
+// dump(), would follow it by calls of calls and run out of stack.
+static json parse_header(const std::string& path, const std::string& text) {
+    auto watch = [&](int depth, json::parse_event_t, json&) {
+        if (depth > 3) {
+            fail("%s: header: expected no more than three levels of nesting", path.c_str());
+        }
+        return true;
+    };
+    json header = json::parse(text, watch, false);
+    if (!header.is_object()) { fail("%s: header: expected a JSON object", path.c_str()); }
+    return header;
+}
+
+// Reads a file into memory and checks all that it says of itself. It is read, not mapped: if
+// another process cut a mapped file short, a lost page would kill us.
 SafeTensors load_safetensors(const std::string& path) {
-    std::error_code error;
-    // an error for what is no regular file, too
+    std::error_code error;  // also for what is no regular file
     const size_t bytes = std::filesystem::file_size(path, error);
     std::ifstream input(error ? "" : path, std::ios::binary);
     if (!input) {
         fail("%s: cannot be opened: %s", path.c_str(),
              error ? error.message().c_str() : strerror(errno));
     }
-    // Not mapped: if another process cut a mapped file short, a lost page would kill us.
     auto read_next = [&](void* to, size_t n) {
         if (!input.read((char*)to, n)) {
             fail("%s: its %zu bytes cannot be read", path.c_str(), bytes);
         }
     };
+
     uint64_t header_bytes;
     read_next(&header_bytes, 8);
     const uint64_t limit = std::min<uint64_t>(bytes - 8, MAX_HEADER);
@@ -107,14 +131,8 @@ SafeTensors load_safetensors(const std::string& path) {
     }
     std::string text(header_bytes, ' ');
     read_next(text.data(), header_bytes);
-    auto watch = [&](int depth, json::parse_event_t, json&) {  // dump() would follow any depth
-        if (depth > 3) {
-            fail("%s: header: expected no more than three levels of nesting", path.c_str());
-        }
-        return true;
-    };
-    const json header = json::parse(text, watch, false);
-    if (!header.is_object()) { fail("%s: header: expected a JSON object", path.c_str()); }
+    const json header = parse_header(path, text);
+
     const size_t data_bytes = bytes - 8 - header_bytes;
     SafeTensors file{path, {}, {}, allocate(CPU, std::max<size_t>(data_bytes, 1), INPUTS)};
     char* data = (char*)file.content->data;
@@ -129,6 +147,7 @@ SafeTensors load_safetensors(const std::string& path) {
     }
     check_layout(file, data, data_bytes);
     read_next(data, data_bytes);
+
     try {
         if (header.contains(METADATA) && !header[METADATA].is_null()) {
             header[METADATA].get_to(file.metadata);
@@ -139,6 +158,7 @@ SafeTensors load_safetensors(const std::string& path) {
     return file;
 }
 
+// Fails at the first tensor of the file that is not in `names`.
 void require_no_others(const SafeTensors& file, const std::set<std::string>& names,
                        const std::string& what) {
     for (const auto& [name, t] : file.tensors) {
@@ -148,6 +168,7 @@ void require_no_others(const SafeTensors& file, const std::set<std::string>& nam
     }
 }
 
+// Returns the file's tensor of this name, or fails and says what was expected and what was found.
 const FileTensor& require_tensor(const SafeTensors& file, const std::string& name,
                                  const Shape& shape, const std::set<std::string>& dtypes) {
     const std::string where = file.path + ": tensor " + shown(name);
@@ -158,6 +179,7 @@ const FileTensor& require_tensor(const SafeTensors& file, const std::string& nam
         fail("%s: not found among the file's %zu tensors: %s", where.c_str(), names.size(),
              shown(names).c_str());
     }
+
     const FileTensor& t = found->second;
     bool fits = dtypes.count(t.dtype) > 0 && t.shape.size() == shape.size();
     for (size_t i = 0; fits && i < shape.size(); i++) {
@@ -174,8 +196,10 @@ const FileTensor& require_tensor(const SafeTensors& file, const std::string& nam
 }
 
 // -------------------------------------------------------------------------------------------------
-// Writing. Wide dtypes come first, so that every tensor starts at a multiple of its element size.
+// Writing
 
+// Writes the tensors with the wide dtypes first, so that every one starts at a multiple of its
+// element size; the header is padded with spaces to a multiple of 8 bytes.
 void save_safetensors(const std::string& path,
                       const std::vector<std::pair<std::string, FileTensor>>& tensors,
                       const std::map<std::string, std::string>& metadata) {
@@ -183,6 +207,7 @@ void save_safetensors(const std::string& path,
     std::stable_sort(order.begin(), order.end(), [](const auto& a, const auto& b) {
         return size_of_dtype(a.second.dtype) > size_of_dtype(b.second.dtype);
     });
+
     nlohmann::ordered_json header = nlohmann::ordered_json::object();
     if (!metadata.empty()) { header[METADATA] = metadata; }
     size_t end = 0;
@@ -193,6 +218,7 @@ void save_safetensors(const std::string& path,
     }
     std::string text = header.dump(-1, ' ', false, json::error_handler_t::replace);
     text.resize((text.size() + 7) / 8 * 8, ' ');
+
     replace_file(path, [&](FILE* file) {
         uint64_t n = text.size();
         bool ok = fwrite(&n, 8, 1, file) == 1 && fwrite(text.data(), 1, n, file) == n;

@@ -1,5 +1,6 @@
-// lib/trace.cu: named ranges of work, and what ran in them: on the GPU as CUPTI, NVIDIA's tracing
-// library, records it.
+// lib/trace.cu: named ranges of work, and what the GPU ran in them, as CUPTI, NVIDIA's tracing
+// library, records it. In this order: CUPTI's side, start_tracing() and stop_tracing(), ranges. To
+// read first: the end of the file, Range, which all other code uses.
 #include "lib.h"
 
 #include <atomic>
@@ -18,19 +19,21 @@
 
 // -------------------------------------------------------------------------------------------------
 // Tracing. Ranges keep a list with their times. CUPTI records what the GPU runs, in buffers that it
-// fills and hands back on a thread of its own. How a kernel finds its range: CUPTI calls us at each
-// launch, on the thread that launches, also where a library does. The launch has a number, and the
-// kernel's record names it, too.
+// fills and hands back on a thread of its own.
+//
+// How a kernel finds its range: CUPTI calls note_launch() at each launch, on the thread that
+// launches, also where a library does. The launch has a number, which is noted with the range that
+// is open on this thread. Later the kernel's record comes, and names the launch's number, too.
 
 static std::atomic<bool> tracing{false};
 static std::mutex trace_mutex;
 static Trace trace;
-// The numbers of ranges go on from one trace to the next, so that a range of an earlier trace is
-// known as such.
+// A range's number counts over all traces of the process, so that one of an earlier trace is known
+// as such. first_range is the number of this trace's first range.
 static int first_range = 0;
-static thread_local int innermost_traced = -1;
+static thread_local int innermost_traced = -1;  // the number of this thread's innermost; -1: none
 
-// The clock never goes back: it is the monotonic one, set once to the time since 1970.
+// Returns ns since 1970. The clock never goes back: it is the monotonic one, set once to that time.
 static int64_t epoch_ns() {
     using namespace std::chrono;
     static const auto start = system_clock::now() - steady_clock::now().time_since_epoch();
@@ -44,8 +47,8 @@ static const CUpti_ActivityKind traced_activities[] = {CUPTI_ACTIVITY_KIND_CONCU
                                                        CUPTI_ACTIVITY_KIND_MEMCPY,
                                                        CUPTI_ACTIVITY_KIND_MEMCPY2,
                                                        CUPTI_ACTIVITY_KIND_MEMSET};
-// A mutex of its own: CUPTI's thread takes milliseconds to read a buffer, and ranges must not wait
-// so long.
+// CUPTI's records have a mutex of their own, since its thread takes milliseconds to read a buffer,
+// and ranges must not wait so long.
 static std::mutex cupti_mutex;
 static std::vector<TracedWork> cupti_work;
 static size_t cupti_dropped;
@@ -63,11 +66,11 @@ static std::string error_text() {
                : "unknown CUPTI error";
 }
 
-// In which range each launch and copy was made. CUPTI's own way, external ids, costs more than
+// The range of each launch and copy. CUPTI's own way to know it, external ids, costs more than
 // twice as much.
 static CUpti_SubscriberHandle launch_subscriber;
 static std::mutex launch_mutex;
-static std::vector<std::pair<uint32_t, int>> launches;  // correlation, range
+static std::vector<std::pair<uint32_t, int>> launches;  // the launch's number, the range's
 
 static void CUPTIAPI note_launch(void*, CUpti_CallbackDomain, CUpti_CallbackId, const void* call) {
     auto info = (const CUpti_CallbackData*)call;
@@ -75,7 +78,8 @@ static void CUPTIAPI note_launch(void*, CUpti_CallbackDomain, CUpti_CallbackId, 
     std::lock_guard<std::mutex> lock(launch_mutex);
     launches.emplace_back(info->correlationId, innermost_traced);
 }
-// A call of the runtime ends in a call of the driver, so the driver's are enough.
+// Asks CUPTI to call note_launch() at launches, copies and memsets; returns whether that succeeded.
+// A call of the runtime ends in a call of the driver, so the driver's calls are enough.
 static bool watch_launches() {
     bool ok =
         succeeded(cuptiSubscribe(&launch_subscriber, (CUpti_CallbackFunc)note_launch, nullptr));
@@ -92,7 +96,8 @@ static bool watch_launches() {
     return ok;
 }
 
-// R: as CUDA 12.4 has it; later versions' records begin alike.
+// Appends a record to cupti_work. R: the record's type in CUDA 12.4; those of later versions begin
+// alike.
 template <class R>
 static void take_work(const CUpti_Activity* record, const std::string& name) {
     auto r = (const R*)record;
@@ -114,6 +119,8 @@ static void CUPTIAPI give_buffer(uint8_t** buffer, size_t* size, size_t* max_rec
     *max_records = 0;                             // as many as fit
     *buffer = (uint8_t*)aligned_alloc(8, *size);  // if it is null, CUPTI drops records
 }
+
+// Reads the records of a buffer that CUPTI has filled, on CUPTI's thread.
 static void CUPTIAPI take_buffer(CUcontext cuda, uint32_t stream_id, uint8_t* buffer, size_t,
                                  size_t bytes) {
     std::lock_guard<std::mutex> lock(cupti_mutex);
@@ -132,6 +139,7 @@ static void CUPTIAPI take_buffer(CUcontext cuda, uint32_t stream_id, uint8_t* bu
         }
     }
     if (result != CUPTI_ERROR_MAX_LIMIT_REACHED) { succeeded(result); }
+
     size_t dropped = 0;
     succeeded(cuptiActivityGetNumDroppedRecords(cuda, stream_id, &dropped));
     cupti_dropped += dropped;
@@ -142,12 +150,17 @@ static void end_cupti() {
     for (CUpti_ActivityKind kind : traced_activities) { succeeded(cuptiActivityDisable(kind)); }
     succeeded(cuptiUnsubscribe(launch_subscriber));
 }
-// Starts CUPTI, or says why not.
+
+// Starts CUPTI. Returns why it cannot, "" where it runs.
 static std::string start_cupti() {
     std::string why;
     if (cuda_devices(&why) == 0) { return why; }
     if (getenv("NSYS_PROFILING_SESSION_ID")) { return "nsys is attached"; }
-    cupti_work.clear(), launches.clear(), cupti_dropped = 0, first_error = CUPTI_SUCCESS;
+
+    cupti_work.clear();
+    launches.clear();
+    cupti_dropped = 0;
+    first_error = CUPTI_SUCCESS;
     bool ok =
         succeeded(cuptiActivityRegisterCallbacks(give_buffer, take_buffer)) && watch_launches();
     for (CUpti_ActivityKind kind : traced_activities) {
@@ -157,20 +170,27 @@ static std::string start_cupti() {
     end_cupti();
     return error_text();
 }
+
+// Ends CUPTI and moves what it recorded to trace.work: with the ranges of the launches, on our
+// clock, with legible names, in the order of the starts.
 static void stop_cupti() {
     CUDA_CHECK(cudaDeviceSynchronize());  // flushing does not wait for what still runs
     succeeded(cuptiActivityFlushAll(CUPTI_ACTIVITY_FLAG_FLUSH_FORCED));
     end_cupti();
+
     uint64_t cupti_now = 0;
     succeeded(cuptiGetTimestamp(&cupti_now));
     int64_t behind = epoch_ns() - (int64_t)cupti_now;
     std::scoped_lock lock(cupti_mutex, launch_mutex);
     if (first_error != CUPTI_SUCCESS) { fail("%s", error_text().c_str()); }
+
     const std::unordered_map<uint32_t, int> range_of(launches.begin(), launches.end());
     for (TracedWork& w : cupti_work) {
         auto launch = range_of.find(w.correlation);
         if (launch != range_of.end()) { w.range = in_this_trace(launch->second); }
-        w.start += behind, w.end += behind, w.name = demangled(w.name);
+        w.start += behind;
+        w.end += behind;
+        w.name = demangled(w.name);
     }
     std::sort(cupti_work.begin(), cupti_work.end(),
               [](const TracedWork& a, const TracedWork& b) { return a.start < b.start; });
@@ -186,20 +206,22 @@ static void stop_cupti() {}
 #endif
 
 void start_tracing() {
-    synchronize();  // what was queued before does not belong to it
+    synchronize();  // what was queued before does not belong to the trace
     trace = Trace();
     trace.no_kernels = start_cupti();
     tracing = true;
 }
 
+// Ends the trace and returns it. A range that is still open ends now.
 Trace stop_tracing() {
     synchronize();
     tracing = false;
     if (trace.no_kernels.empty()) { stop_cupti(); }
+
     std::lock_guard<std::mutex> lock(trace_mutex);
     int64_t now = epoch_ns();
     for (TracedRange& r : trace.ranges) {
-        if (r.end == 0) { r.end = now; }  // open still
+        if (r.end == 0) { r.end = now; }
     }
     first_range += (int)trace.ranges.size();
     return std::move(trace);
@@ -210,6 +232,7 @@ int innermost_traced_range() { return tracing ? innermost_traced : -1; }
 // -------------------------------------------------------------------------------------------------
 // Ranges
 
+// Opens a range on this thread, for tools that read NVTX and, while a trace is made, for the trace.
 Range::Range(const char* name, int recorded_in) {
     static thread_local const int thread = (int)gettid();
     open_ranges().push_back(name);
@@ -217,21 +240,25 @@ Range::Range(const char* name, int recorded_in) {
     nvtxRangePushA(name);
 #endif
     if (!tracing) { return; }
+
     std::lock_guard<std::mutex> lock(trace_mutex);
-    if (!tracing) { return; }  // it has ended meanwhile
+    if (!tracing) { return; }  // the trace has ended meanwhile
     trace.ranges.push_back(
         {name, in_this_trace(innermost_traced), in_this_trace(recorded_in), thread, epoch_ns(), 0});
-    traced = innermost_traced = first_range + (int)trace.ranges.size() - 1;
+    traced = first_range + (int)trace.ranges.size() - 1;
+    innermost_traced = traced;
 }
 
+// Closes the range: the one around it is this thread's innermost again.
 Range::~Range() {
     open_ranges().pop_back();
 #ifdef __CUDACC__
     nvtxRangePop();
 #endif
     if (traced < 0) { return; }
+
     std::lock_guard<std::mutex> lock(trace_mutex);
-    if (in_this_trace(traced) < 0) { return; }  // its trace ended while it was open
+    if (in_this_trace(traced) < 0) { return; }  // its trace has ended while it was open
     TracedRange& r = trace.ranges[traced - first_range];
     r.end = epoch_ns();
     innermost_traced = r.parent < 0 ? -1 : first_range + r.parent;
