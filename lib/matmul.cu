@@ -38,8 +38,8 @@ struct Product {  // C = alpha op(A) op(B) + beta C, where op transposes or does
 
 static Matrix matrix_of(const Tensor& t) {
     if (!is_row_major(t)) { fail("gemm: %s is not row-major", to_string(t.shape).c_str()); }
-    const int64_t rows = t.dim(-2), cols = t.dim(-1);
-    const int64_t batch = count(Shape(t.shape.begin(), t.shape.end() - 2));
+    int64_t rows = t.dim(-2), cols = t.dim(-1);
+    int64_t batch = count(Shape(t.shape.begin(), t.shape.end() - 2));
     return {t.data, t.dtype, rows, cols, batch, cols, rows * cols};
 }
 
@@ -175,9 +175,10 @@ void one_blas_thread() {
 #endif
 }
 
-// The address of the element (row, col) of the batch's matrix i.
+// Returns the address of element (row, col) of op(m), in the batch's matrix i.
 template <class T>
-static T* element(const Matrix& m, int64_t i, int64_t row, int64_t col) {
+static T* element(const Matrix& m, bool transposed, int64_t i, int64_t row, int64_t col) {
+    if (transposed) { std::swap(row, col); }
     return (T*)m.data + i * m.batch_stride + row * m.ld + col;
 }
 // Multiplies on the CPU. The threads share the batch's products or, where there is only one, slices
@@ -185,26 +186,26 @@ static T* element(const Matrix& m, int64_t i, int64_t row, int64_t col) {
 template <class T>
 static void multiply_cpu(const Product& p) {
     one_blas_thread();
-    const Matrix &C = p.C, &A = p.A, &B = p.B;
-    const bool by_rows = C.rows >= C.cols;
-    const int64_t side = by_rows ? C.rows : C.cols;
+    const Matrix& C = p.C;
+    bool by_rows = C.rows >= C.cols;
+    int64_t side = by_rows ? C.rows : C.cols;
     const int64_t least = 32;  // rows or columns in a slice
     int64_t slices = std::min<int64_t>(cpu_threads(), (side + least - 1) / least);
     if (C.batch > 1) { slices = 1; }
-    const int64_t slice = (side + slices - 1) / slices;
+    int64_t slice = (side + slices - 1) / slices;
 
 #pragma omp parallel for collapse(2) schedule(dynamic) if (C.batch * slices > 1)
     for (int64_t i = 0; i < C.batch; i++) {
         for (int64_t start = 0; start < slices * slice; start += slice) {
-            const int64_t n = std::min(slice, side - start);
+            int64_t n = std::min(slice, side - start);
             if (n <= 0) { continue; }  // the slices before took all
 
-            const int64_t row = by_rows ? start : 0, rows = by_rows ? n : C.rows;
-            const int64_t col = by_rows ? 0 : start, cols = by_rows ? C.cols : n;
-            const T* a = p.transpose_a ? element<T>(A, i, 0, row) : element<T>(A, i, row, 0);
-            const T* b = p.transpose_b ? element<T>(B, i, col, 0) : element<T>(B, i, 0, col);
-            blas_product(element<T>(C, i, row, col), C.ld, a, A.ld, p.transpose_a, b, B.ld,
-                         p.transpose_b, rows, cols, p.K, p.alpha, p.beta);
+            int64_t row = by_rows ? start : 0, rows = by_rows ? n : C.rows;
+            int64_t col = by_rows ? 0 : start, cols = by_rows ? C.cols : n;
+            blas_product(element<T>(C, false, i, row, col), C.ld,
+                         element<T>(p.A, p.transpose_a, i, row, 0), p.A.ld, p.transpose_a,
+                         element<T>(p.B, p.transpose_b, i, 0, col), p.B.ld, p.transpose_b, rows,
+                         cols, p.K, p.alpha, p.beta);
         }
     }
 }
@@ -236,17 +237,18 @@ bool multiplies_copies(Device device, DType dtype) {
 #endif
     return device == CPU && dtype != F64;
 }
-static Tensor fp32_copy(const Tensor& t) {  // fp32 holds every 16-bit number exactly
-    if (t.dtype == F32) { return t; }
-    Tensor w = empty_on(t.device(), t.shape, F32, WORKSPACE);
-    copy_or_add(w, t, false);
-    return w;
+static Tensor copy_as(const Tensor& t, DType dtype, Category category) {
+    Tensor c = empty_on(t.device(), t.shape, dtype, category);
+    copy_or_add(c, t, false);
+    return c;
 }
-// Multiplies fp32 copies of a and b; what was computed in fp32 is rounded once, to out's dtype.
+// Multiplies fp32 copies of a and b, which hold the same numbers; what was computed in fp32 is
+// rounded once, to out's dtype.
 static void multiply_copies(const Tensor& out, const Tensor& a, bool ta, const Tensor& b, bool tb,
                             double alpha, double beta) {
     NoGrad no_grad;
-    Tensor wa = fp32_copy(a), wb = fp32_copy(b);
+    Tensor wa = a.dtype == F32 ? a : copy_as(a, F32, WORKSPACE);
+    Tensor wb = b.dtype == F32 ? b : copy_as(b, F32, WORKSPACE);
     if (out.dtype == F32) { return multiply(out, wa, ta, wb, tb, alpha, beta); }
 
     Tensor wide = empty_on(out.device(), out.shape, F32, WORKSPACE);
@@ -294,33 +296,27 @@ void add_gemm(const GradientPtr& g, const Tensor& a, bool ta, const Tensor& b, b
 //   a parameter, other modes  a copy that stands for the            the parameter's: the product
 //                             parameter: fused_weight_copy()        adds to it, with no cast
 
-static Tensor rounded_weight(const Tensor& weight, DType dtype) {
-    Tensor low = empty(weight.shape, dtype, WEIGHT_COPIES);
-    copy_or_add(low, weight, false);
-    return low;
-}
-
 // Returns the parameter's 16-bit copy, as torch.autocast keeps it: made at the first use, with a
 // step of its own on the tape, and shared by all later uses until drop_weight_copies(). A copy that
 // was made under NoGrad has no gradient, so a use that is recorded makes a new one.
 static Tensor eager_weight_copy(const Tensor& weight, DType dtype) {
     Tensor& kept = weight.gradient->low_precision;
-    const bool serves = kept.dtype == dtype && (kept.gradient || !context.recording);
-    if (kept && serves) { return kept; }
+    bool serves = kept && kept.dtype == dtype && (kept.gradient || !context.recording);
+    if (serves) { return kept; }
 
-    Tensor low = rounded_weight(weight, dtype);
+    Tensor low = copy_as(weight, dtype, WEIGHT_COPIES);
     record(low, {weight}, [g = weight.gradient](const Tensor& dy) { add_gradient(g, dy); });
     kept = low;
     return low;
 }
 
 // Returns a 16-bit copy whose gradient is the parameter's own, so that the product of backward
-// adds to that, and no step casts. Forward keeps the copy for backward, if there will be one.
-// low_precision may also be the upper half of a weight that AdamW has split (fast/adamw.cu).
+// adds to that, and no step casts. Forward keeps the copy for backward, if there will be one. Where
+// AdamW has split a weight's bits into two halves, low_precision is the upper one.
 static Tensor fused_weight_copy(const Tensor& weight, DType dtype) {
     Tensor low = weight.gradient->low_precision;
     if (!low || low.dtype != dtype) {
-        low = rounded_weight(weight, dtype);
+        low = copy_as(weight, dtype, WEIGHT_COPIES);
         if (context.recording) { weight.gradient->low_precision = low; }
     }
     low.gradient = context.recording ? weight.gradient : nullptr;
@@ -328,8 +324,8 @@ static Tensor fused_weight_copy(const Tensor& weight, DType dtype) {
 }
 
 Tensor autocast_operand(const Tensor& t) {
-    const DType dtype = t.dtype == F64 ? F64 : matmul_dtype();
-    const bool is_parameter = t.gradient && t.gradient->is_parameter;
+    DType dtype = t.dtype == F64 ? F64 : matmul_dtype();
+    bool is_parameter = t.gradient && t.gradient->is_parameter;
     if (t.dtype == dtype || !is_parameter) { return cast(t, dtype); }
     return context.mode == EAGER ? eager_weight_copy(t, dtype) : fused_weight_copy(t, dtype);
 }
@@ -391,7 +387,7 @@ Tensor linear(const Tensor& x, const Tensor& weight) { return linear(x, weight, 
 Tensor checkpoint_linear(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x,
                          const Tensor& weight) {
     auto linear_of_f = [f, weight](const Tensor& x) {
-        const bool second_run = context.recording;
+        bool second_run = context.recording;
         return linear(f(x), weight, second_run);
     };
     return checkpoint(linear_of_f, x);
@@ -421,8 +417,8 @@ double dense_peak(Precision precision) {
     const std::string card = device_description();
     for (const CardPeak& peak : card_peaks) {
         if (card.compare(0, strlen(peak.card), peak.card) != 0) { continue; }
-        const bool has_bf16 = !std::isnan(peak.tf32);  // both came with the A100
-        if (matmul_dtype(precision) == BF16 && !has_bf16) { return NAN; }
+        // A card without tf32 has no bf16 either: both came with the A100.
+        if (matmul_dtype(precision) == BF16 && std::isnan(peak.tf32)) { return NAN; }
         if (precision == FP32) { return peak.fp32; }
         return precision == TF32 ? peak.tf32 : peak.fp16;
     }

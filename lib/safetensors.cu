@@ -29,7 +29,7 @@ static const char* const FILE_DTYPES[] = {"F32", "F16", "BF16", "F64", "I32", "U
 // Returns the bytes of an element; 0 for a dtype that we do not know.
 static size_t size_of_dtype(const std::string& dtype) {
     if (dtype == "I64") { return 8; }
-    const size_t i = std::find(FILE_DTYPES, std::end(FILE_DTYPES), dtype) - FILE_DTYPES;
+    size_t i = std::find(FILE_DTYPES, std::end(FILE_DTYPES), dtype) - FILE_DTYPES;
     return i <= U8 ? size_of((DType)i) : 0;
 }
 
@@ -68,7 +68,7 @@ static bool read_tensor(const json& entry, const char* data, size_t data_bytes, 
     }
     if (!fits) { return false; }
 
-    const size_t begin = offsets[0], end = offsets[1];
+    size_t begin = offsets[0], end = offsets[1];
     if (begin > end || end > data_bytes || end - begin != t->bytes) { return false; }
     t->data = data + begin;
     return true;
@@ -86,7 +86,7 @@ static void check_layout(const SafeTensors& file, const char* data, size_t data_
         }
         end += bytes;
     }
-    const size_t all = end - data;
+    size_t all = end - data;
     if (all != data_bytes) {
         fail("%s: expected %zu bytes of data, found %zu", file.path.c_str(), all, data_bytes);
     }
@@ -110,7 +110,7 @@ static json parse_header(const std::string& path, const std::string& text) {
 // another process cut a mapped file short, a lost page would kill us.
 SafeTensors load_safetensors(const std::string& path) {
     std::error_code error;  // also for what is no regular file
-    const size_t bytes = std::filesystem::file_size(path, error);
+    size_t bytes = std::filesystem::file_size(path, error);
     std::ifstream input(error ? "" : path, std::ios::binary);
     if (!input) {
         fail("%s: cannot be opened: %s", path.c_str(),
@@ -124,16 +124,16 @@ SafeTensors load_safetensors(const std::string& path) {
 
     uint64_t header_bytes;
     read_next(&header_bytes, 8);
-    const uint64_t limit = std::min<uint64_t>(bytes - 8, MAX_HEADER);
+    uint64_t limit = std::min<uint64_t>(bytes - 8, MAX_HEADER);
     if (header_bytes > limit) {
         fail("%s: expected a safetensors file (a .pt is none), with a header of at most %zu bytes",
              path.c_str(), limit);
     }
     std::string text(header_bytes, ' ');
     read_next(text.data(), header_bytes);
-    const json header = parse_header(path, text);
+    json header = parse_header(path, text);
 
-    const size_t data_bytes = bytes - 8 - header_bytes;
+    size_t data_bytes = bytes - 8 - header_bytes;
     SafeTensors file{path, {}, {}, allocate(CPU, std::max<size_t>(data_bytes, 1), INPUTS)};
     char* data = (char*)file.content->data;
     for (const auto& [name, entry] : header.items()) {

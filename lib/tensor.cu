@@ -215,9 +215,6 @@ __global__ void for_each_kernel(F f, int64_t n) {
         f(i);
     }
 }
-static int grid_for(int64_t n) {
-    return (int)std::min<int64_t>((n + 255) / 256, multiprocessors() * 64);
-}
 #endif
 template <class F>
 static void for_each_on_cpu(int64_t n, const F& f) {
@@ -228,7 +225,7 @@ template <class F>
 static void for_each(Device device, int64_t n, const F& f) {
     if (device == META || n == 0) { return; }
     if (device == CPU) { return for_each_on_cpu(n, f); }
-    LAUNCH(for_each_kernel, grid_for(n), 256, f, n);
+    LAUNCH(for_each_kernel, std::min(ceil_div(n, 256), 64 * multiprocessors()), 256, f, n);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -308,8 +305,7 @@ uint64_t key_of(const std::string& name) {  // FNV-1a
 //     add_gradient(b.gradient, mul(dy, a));    // db += dy * a
 // Then the uses of a.gradient and b.gradient fall by one. Where a parameter's reach 0, its gradient
 // is complete, and ready() is called: data parallel training starts the all-reduce there. At last
-// the step is destroyed, and with its closure the last hold on dy, and on a and b if nobody else
-// keeps them.
+// dy and the step are destroyed; with the step's closure go a and b, if nobody else keeps them.
 
 struct TapeStep {
     GradientPtr output;
@@ -437,7 +433,7 @@ void backward_from(const Tensor& y, const Tensor& dy) {
         Tensor d = std::move(step.output->value);
         step.output->value = Tensor();
         try {
-            if (d) { step.backward(d); }  // null: nobody that led to y has read it
+            if (d) { step.backward(d); }  // null: its output did not lead to y
             for (const GradientPtr& g : step.inputs) {
                 if (--g->uses == 0 && g->ready) { g->ready(); }
             }
@@ -569,14 +565,14 @@ static Loop loop_over(const Tensor& out, const Tensor (&inputs)[N]) {
     loop.dims = 1;
     loop.shape[0] = 1;
     for (size_t d = 0; d < out.shape.size(); d++) {
-        const int64_t size = out.shape[d];
+        int64_t size = out.shape[d];
         if (size == 1) { continue; }  // nobody steps along it
 
         // `last` is the loop's last dimension so far. Dimension d joins it, or becomes the next;
         // strides move to the front, as last <= d.
         int last = loop.dims - 1;
         auto joins = [&](Operand* o) { return o->stride[last] == o->stride[d] * size; };
-        const bool is_first = loop.shape[last] == 1;
+        bool is_first = loop.shape[last] == 1;
         if (!is_first && !std::all_of(operands.begin(), operands.end(), joins)) {
             last++;
             loop.dims++;
@@ -698,11 +694,11 @@ static void elementwise_into(const F& f, const Tensor& out, const Tensor (&input
 // Returns the shape to which PyTorch broadcasts both: the shorter one gets leading dimensions of 1,
 // and of each pair of sizes one is 1, or they are equal. operand() finds a mismatch.
 static Shape broadcast(const Shape& a, const Shape& b) {
-    Shape shape = a.size() >= b.size() ? a : b;
-    const Shape& other = a.size() >= b.size() ? b : a;
-    size_t missing = shape.size() - other.size();
-    for (size_t d = 0; d < other.size(); d++) {
-        if (shape[missing + d] == 1) { shape[missing + d] = other[d]; }
+    if (a.size() < b.size()) { return broadcast(b, a); }
+    Shape shape = a;
+    size_t missing = a.size() - b.size();
+    for (size_t d = 0; d < b.size(); d++) {
+        if (shape[missing + d] == 1) { shape[missing + d] = b[d]; }
     }
     return shape;
 }
@@ -990,7 +986,7 @@ template <class F>
 static Tensor reduce_last(const F& f, const Tensor& a, double factor) {
     Shape shape = a.shape;
     shape.back() = 1;
-    Tensor x = detached(contiguous(a)), y = empty_on(a.device(), shape, a.dtype);
+    Tensor x = contiguous(a), y = empty_on(a.device(), shape, a.dtype);
     int64_t R = y.size(), C = a.dim(-1);
     if (R == 0) { return y; }
     if (y.device() == CUDA) {
@@ -1002,7 +998,7 @@ static Tensor reduce_last(const F& f, const Tensor& a, double factor) {
 }
 // Returns a, of [..., shape], summed over the dimensions that `shape` does not have.
 static Tensor sum_columns(const Tensor& a, const Shape& shape) {
-    Tensor x = detached(contiguous(a)), y = empty_on(a.device(), shape, a.dtype);
+    Tensor x = contiguous(a), y = empty_on(a.device(), shape, a.dtype);
     int64_t C = y.size();
     if (C == 0) { return y; }
     if (y.device() == CUDA) {
@@ -1018,7 +1014,6 @@ static Tensor sum_to(const Tensor& dx, const Shape& shape) {  // told above add_
     if (!shape.empty() && shape.back() == 1 && d.shape.back() != 1) {
         d = reduce_last(Sum(), d, 1);
     }
-    if (d.shape == shape) { return d; }
     if (d.size() == count(shape)) { return reshape(d, shape); }
     return sum_columns(d, shape);
 }
@@ -1041,17 +1036,17 @@ Tensor mean_all(const Tensor& a) { return reshape(mean_last(reshape(a, {a.size()
 static Tensor argmax_last(const Tensor& x, const Tensor& y) {
     Tensor index = empty(y.shape, I32);
     const int64_t R = y.size(), C = x.dim(-1);
-    if (R == 0 || y.device() == META) { return index; }
-    if (y.device() == CUDA) {
+    if (y.device() == CUDA && R > 0) {
         LAUNCH(argmax_rows_kernel, R, threads_of_row(C), index.as<int>(), x.data, x.dtype, y.data,
                C);
-        return index;
     }
-    for (int64_t r = 0; r < R; r++) {
-        const double max = load<double>(y.data, y.dtype, r);
-        int64_t c = 0;
-        while (c < C - 1 && load<double>(x.data, x.dtype, r * C + c) != max) { c++; }
-        index.as<int>()[r] = (int)c;
+    if (y.device() == CPU) {
+        for (int64_t r = 0; r < R; r++) {
+            double max = load<double>(y.data, y.dtype, r);
+            int64_t c = 0;
+            while (c < C - 1 && load<double>(x.data, x.dtype, r * C + c) != max) { c++; }
+            index.as<int>()[r] = (int)c;
+        }
     }
     return index;
 }
@@ -1059,7 +1054,7 @@ static Tensor argmax_last(const Tensor& x, const Tensor& y) {
 Tensor max_last(const Tensor& a) {
     Tensor y = reduce_last(Max(), a, 1);
     if (!needs_gradient(a)) { return y; }
-    Tensor index = argmax_last(detached(contiguous(a)), y);
+    Tensor index = argmax_last(contiguous(a), y);
     record(y, {a}, [index, C = a.dim(-1), ga = a.gradient](const Tensor& dy) {
         add_gradient(ga, elementwise(SelectEqual(), dy.dtype, {arange(C), index, dy}));
     });
@@ -1168,7 +1163,7 @@ struct PickLast {
 };
 Tensor pick_last(const Tensor& a, const Tensor& index) {
     int64_t n = index.size(), V = a.dim(-1);
-    Tensor x = detached(contiguous(a)), y = empty({n, 1}, a.dtype);
+    Tensor x = contiguous(a), y = empty({n, 1}, a.dtype);
     for_each(y.device(), n, PickLast{y.data, x.data, x.dtype, index.as<int>(), V});
     record(y, {a}, [index, n, V, ga = a.gradient](const Tensor& dy) {
         add_gradient(ga,
