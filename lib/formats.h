@@ -1,7 +1,6 @@
 // lib/formats.h: how floats are rounded to 16 bits, bit by bit.
 //
-//              sign  exponent  mantissa   largest   smallest normal   relative rounding error at
-//              most
+//              sign  exponent  mantissa   largest   smallest normal   largest relative error
 //   fp32         1        8       23      3.4e38        1.2e-38              6.0e-8  (2^-24)
 //   tf32         1        8       10      3.4e38        1.2e-38              4.9e-4  (2^-11)
 //   fp16         1        5       10      65504         6.1e-5               4.9e-4  (2^-11)
@@ -46,6 +45,7 @@ inline float fp16_to_float(uint16_t bits) {
     bool is_special = (bits & 0x7c00) == 0x7c00;
     return float_of(sign | (is_special ? magnitude | INFINITE : finite));
 }
+// Rounds a float to fp16: as the integer above, as a fixed-point number, to infinity, or to a NaN.
 inline uint16_t float_to_fp16(float x) {
     uint32_t u = bits_of(x), sign = u >> 16 & 0x8000, magnitude = u & ~SIGN;
     uint32_t normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;

@@ -257,6 +257,7 @@ static void multiply_copies(const Tensor& out, const Tensor& a, bool ta, const T
     copy_or_add(out, wide, false);
 }
 
+// out = alpha op(a) op(b) + beta out. On META it allocates what the planned device's product would.
 void gemm(const Tensor& out, const Tensor& a, bool ta, const Tensor& b, bool tb, double alpha,
           double beta) {
     if (a.dtype != b.dtype) { fail("gemm: %s x %s", name_of(a.dtype), name_of(b.dtype)); }

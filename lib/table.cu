@@ -34,6 +34,7 @@ static bool is_number(const std::string& cell) {
     return cell.find_first_not_of("+-0123456789.e%x ") == std::string::npos ||
            cell.compare(0, 3, "OOM") == 0;
 }
+// Returns the cell with `with` before every special character.
 static std::string escaped(const std::string& cell, char special, char with) {
     std::string text;
     for (char c : cell) {

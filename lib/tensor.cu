@@ -109,6 +109,8 @@ void copy(const Tensor& to, const Tensor& from) {
     }
     copy_bytes(to.data, to.device(), from.data, from.device(), from.size() * size_of(from.dtype));
 }
+
+// Returns a row-major copy of t on the device, or t itself if it is there already; no gradient.
 Tensor to_device(const Tensor& t, Device device) {
     if (t.device() == device) { return detached(t); }
     NoGrad no_grad;
@@ -156,6 +158,7 @@ std::vector<float> to_floats(const Tensor& t) {
     std::vector<double> values = to_doubles(t);
     return std::vector<float>(values.begin(), values.end());
 }
+// Makes a tensor on the CPU from the values, rounded to the dtype, and moves it to context.device.
 template <class From>
 static Tensor from_values(const std::vector<From>& values, const Shape& shape, DType dtype,
                           Category category) {
@@ -742,6 +745,7 @@ Tensor cast(const Tensor& a, DType dtype) {
     return a.dtype == dtype ? a : passes_gradient(elementwise(Copy(), dtype, {a}), a);
 }
 
+// da = dy, db = dy: each summed to its operand's shape, as all gradients are.
 Tensor add(const Tensor& a, const Tensor& b) {
     Tensor y = elementwise(Add(), promote(a.dtype, b.dtype), {a, b});
     record(y, {a, b}, [ga = a.gradient, gb = b.gradient](const Tensor& dy) {
@@ -750,6 +754,7 @@ Tensor add(const Tensor& a, const Tensor& b) {
     });
     return y;
 }
+// da = dy, db = -dy.
 Tensor sub(const Tensor& a, const Tensor& b) {
     Tensor y = elementwise(Sub(), promote(a.dtype, b.dtype), {a, b});
     record(y, {a, b}, [ga = a.gradient, gb = b.gradient](const Tensor& dy) {
@@ -788,9 +793,9 @@ Tensor add_scalar(const Tensor& a, double s) {
     return passes_gradient(elementwise(AddScalar{s}, a.dtype, {a}), a);
 }
 
-// Returns y = f(x), recorded. Backward is dx = backward(y, dy), or backward(x, dy), by what the
-// formula of f's derivative keeps.
 enum Keeps { KEEPS_Y, KEEPS_X };
+// Returns y = f(x) and records it: dx = backward(y, dy), or backward(x, dy), by which of the two
+// the formula of f's derivative needs, and the tape keeps. at: the op, for the memory log.
 template <class F, class Backward>
 static Tensor recorded(const F& f, const Backward& backward, Keeps which, const Tensor& x,
                        Source at = here()) {
@@ -892,7 +897,7 @@ Tensor interleave_last(const Tensor& a, const Tensor& b) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Reductions. x [R,C] -> [R] along rows, or -> [C] down columns.
+// Reductions: x [R,C] -> [R] along rows, or -> [C] down columns. On the GPU sums are fp32.
 
 struct Sum : Add {
     HD float start() const { return 0; }
@@ -927,9 +932,9 @@ __global__ void reduce_rows_kernel(F f, char* out, DType out_type, const char* x
     r = over_block<over_warp<F>>(r, f.start());
     if (threadIdx.x == 0) { store<float>(out, out_type, blockIdx.x, r * factor); }
 }
+constexpr int ROWS_AT_A_TIME = 8;
 // out [C] = the sums of the columns of x [R,C]. A block is 32 threads wide, so that a warp reads 32
 // neighbours of one row, and takes 8 rows at a time: thread (x, y) sums rows y, y + 8, ...
-constexpr int ROWS_AT_A_TIME = 8;
 __global__ void sum_columns_kernel(char* out, DType out_type, const char* x, DType type, int64_t R,
                                    int64_t C) {
     __shared__ float shared[ROWS_AT_A_TIME][WARP];
@@ -1018,6 +1023,8 @@ static Tensor sum_to(const Tensor& dx, const Shape& shape) {  // told above add_
     return sum_columns(d, shape);
 }
 
+// Returns factor * (the sum over a's last dimension), recorded: da = factor * dy in all its
+// columns.
 static Tensor sum_times(const Tensor& a, double factor) {
     Tensor y = reduce_last(Sum(), a, factor);
     record(y, {a}, [factor, ga = a.gradient](const Tensor& dy) {
@@ -1031,11 +1038,11 @@ Tensor sum_last(const Tensor& a) { return sum_times(fp32_operand(a), 1); }
 Tensor mean_last(const Tensor& a) { return sum_times(a, 1.0 / a.dim(-1)); }
 Tensor mean_all(const Tensor& a) { return reshape(mean_last(reshape(a, {a.size()})), {}); }
 
-// Returns the first column of each row of x that holds the row's maximum y; nothing of use for a
-// NaN.
+// Returns the first column of each row of x [...,C] that holds the row's maximum y. It says nothing
+// of use where that is NaN.
 static Tensor argmax_last(const Tensor& x, const Tensor& y) {
     Tensor index = empty(y.shape, I32);
-    const int64_t R = y.size(), C = x.dim(-1);
+    int64_t R = y.size(), C = x.dim(-1);
     if (y.device() == CUDA && R > 0) {
         LAUNCH(argmax_rows_kernel, R, threads_of_row(C), index.as<int>(), x.data, x.dtype, y.data,
                C);
@@ -1050,7 +1057,7 @@ static Tensor argmax_last(const Tensor& x, const Tensor& y) {
     }
     return index;
 }
-// The gradient of max goes to the first column that holds it.
+// y = the maximum over the last dimension. Its gradient goes to the first column that holds it.
 Tensor max_last(const Tensor& a) {
     Tensor y = reduce_last(Max(), a, 1);
     if (!needs_gradient(a)) { return y; }
@@ -1062,8 +1069,8 @@ Tensor max_last(const Tensor& a) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Lookups. gather_rows: y[n,:] = table[index[n],:]. Its backward adds rows of dy that share an
-// index; to give the same bits in every run it does so in the order of n, without atomics: the
+// Lookups. gather_rows: y[n,:] = table[index[n],:]. Its backward adds up the rows of dy that share
+// an index. It does so in the order of n, without atomics, to give the same bits in every run: the
 // first n with an index sums all its rows.
 
 template <class T>
@@ -1073,7 +1080,7 @@ struct GatherRows {
     const int* index;
     int64_t C;
     HD void operator()(int64_t i) const {
-        const int64_t n = i / C, c = i % C;
+        int64_t n = i / C, c = i % C;
         y[i] = table[index[n] * C + c];
     }
 };
@@ -1103,6 +1110,8 @@ struct SameIndex {
         earlier[n] = before;
     }
 };
+// dtable[index[n],:] += the sum of dy's rows that share this index, if n is its first place. One
+// call does one column of one n.
 template <class T>
 struct GatherRowsBackward {
     T* dtable;    // [V,C]
@@ -1121,7 +1130,7 @@ struct GatherRowsBackward {
 
 // Adds dy's rows to those of dtable. SameIndex says which rows of dy share an index.
 static void gather_rows_backward(const Tensor& dtable, const Tensor& dy, const Tensor& index) {
-    const int64_t N = index.size(), C = dtable.dim(1);
+    int64_t N = index.size(), C = dtable.dim(1);
     Tensor links = empty({2, N}, I32, WORKSPACE);
     const int* tokens = index.as<int>();
     int *next = links.as<int>(), *earlier = next + N;
@@ -1132,8 +1141,10 @@ static void gather_rows_backward(const Tensor& dtable, const Tensor& dy, const T
         for_each(dtable.device(), dy.size(), f);
     });
 }
+
+// y[n,:] = table[index[n],:]; dtable[v,:] is the sum of dy[n,:] over all n with index[n] = v.
 Tensor gather_rows(const Tensor& table, const Tensor& index) {
-    const int64_t C = table.dim(1);
+    int64_t C = table.dim(1);
     Shape shape = index.shape;
     shape.push_back(C);
     Tensor y = empty(shape, table.dtype);
@@ -1161,6 +1172,7 @@ struct PickLast {
         store(y, dtype, i, load<double>(x, dtype, i * V + index[i]));
     }
 };
+// y[n] = a[n, index[n]]; backward scatters dy to these columns of zeros.
 Tensor pick_last(const Tensor& a, const Tensor& index) {
     int64_t n = index.size(), V = a.dim(-1);
     Tensor x = contiguous(a), y = empty({n, 1}, a.dtype);
@@ -1175,6 +1187,8 @@ Tensor pick_last(const Tensor& a, const Tensor& index) {
 // -------------------------------------------------------------------------------------------------
 // Whether a run's memory fits
 
+// Returns how many bytes `run` would hold at its peak, beyond what is held before. It runs on META,
+// where nothing is computed, but every buffer is counted as the device would have it.
 size_t planned_peak(const std::function<void()>& run) {
     RestoreContext restore;
     context.widening = multiplies_copies(context.device, matmul_dtype());
@@ -1184,6 +1198,10 @@ size_t planned_peak(const std::function<void()>& run) {
     run();
     return memory_use(META).peak - before;
 }
+
+// Runs f if it should fit. Returns 0 if it ran, else the bytes it needs: `needs` if they exceed
+// what is free by more than `held`, or if memory ran out on the way, in which case the tape is
+// cleared.
 size_t run_if_fits(const std::string& row, size_t needs, const std::function<void()>& f,
                    size_t held) {
     if (needs > held && needs - held > available_memory(context.device)) { return needs; }
@@ -1191,7 +1209,8 @@ size_t run_if_fits(const std::string& row, size_t needs, const std::function<voi
     try {
         f();
     } catch (const OutOfMemory& e) {
-        clear_tape(), note("%s: %s", row.c_str(), e.what());
+        clear_tape();
+        note("%s: %s", row.c_str(), e.what());
         return std::max<size_t>(needs, 1);
     }
     return 0;
