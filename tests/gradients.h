@@ -22,7 +22,8 @@ inline Tensor weighted_total(const Tensors& ys) {
     std::vector<GradientPtr> to;
     Tensors weights;
     for (const Tensor& y : ys) {
-        weights.push_back(weights_for(y, to.size())), to.push_back(y.gradient);
+        weights.push_back(weights_for(y, to.size()));
+        to.push_back(y.gradient);
     }
     record(loss, ys, [weights, to](const Tensor&) {
         for (size_t i = 0; i < to.size(); i++) { add_gradient(to[i], weights[i]); }
@@ -37,7 +38,7 @@ inline double loss_of(const Tensors& ys) {
     }
     return sum;
 }
-// d loss / dx, for each x.
+// Returns d loss / dx for each x, and in *output f's first output.
 inline Tensors gradients(const Tensors& values, const Op& f, Tensor* output = nullptr) {
     clear_tape();
     Tensors leaves, result;
@@ -51,8 +52,8 @@ inline Tensors gradients(const Tensors& values, const Op& f, Tensor* output = nu
     if (output) { *output = detached(ys[0]); }
     return result;
 }
-// (loss(x + h) - loss(x - h)) / 2h has an error of h^2 in the formula and 1e-16 / h in the
-// arithmetic.
+// Holds f's gradients to (loss(x + h) - loss(x - h)) / 2h, whose error is h^2 by the formula and
+// 1e-16 / h by the arithmetic.
 inline void check_gradients(const Tensors& values, const Op& f) {
     const double h = 1e-5;
     Tensors got = gradients(values, f);

@@ -195,6 +195,26 @@ TEST_CASE_TEMPLATE("ops give the values of their formulas", D, OnCPU, OnCUDA) {
     }
 }
 
+TEST_CASE("the examples of loop_over and SameIndex are what they do") {
+    begin<OnCPU>();
+    Tensor out = zeros({4, 8, 16}, F32), row = zeros({8, 16}, F32);
+    Loop loop = loop_over(out, {out, out});
+    CHECK(loop.dims == 1);
+    CHECK(loop.shape[0] == 512);
+    CHECK(loop.in[1].stride[0] == 1);
+    loop = loop_over(out, {out, row});
+    CHECK(loop.dims == 2);
+    CHECK((loop.shape[0] == 4 && loop.shape[1] == 128));
+    CHECK((loop.in[1].stride[0] == 0 && loop.in[1].stride[1] == 1));
+    CHECK((loop.out.stride[0] == 128 && loop.out.stride[1] == 1));
+
+    const std::vector<int> tokens = {7, 3, 7};
+    std::vector<int> next(3), earlier(3);
+    for_each_on_cpu(3, SameIndex{next.data(), earlier.data(), tokens.data(), 3});
+    CHECK(next == std::vector<int>{2, 3, 3});
+    CHECK(earlier == std::vector<int>{0, 0, 1});
+}
+
 // Forward and backward of one case on the CPU and on the GPU. Sums cancel, so errors are measured
 // by the largest value.
 static void check_cuda(const Case& c, DType dtype, double tolerance) {
@@ -222,7 +242,8 @@ TEST_CASE("the GPU agrees with the CPU") {
         const double tolerance[] = {1e-5, 2e-3, 1e-2, 2e-3};  // FP32, TF32, PREC_BF16, PREC_FP16
         for (Mode mode : {EAGER, FUSED}) {
             for (Precision p : {FP32, TF32, PREC_BF16, PREC_FP16}) {
-                context.mode = mode, context.precision = p;
+                context.mode = mode;
+                context.precision = p;
                 for (const Case& c : product_cases(n)) { check_cuda(c, F32, tolerance[p]); }
             }
         }
@@ -253,8 +274,8 @@ static void check_gemm(int64_t batch, int64_t M, int64_t N, int64_t K, bool ta, 
     std::vector<double> A = to_doubles(a), B = to_doubles(b), C = to_doubles(c);
     if (context.precision == TF32 && context.device == CUDA) {  // it sees ten bits of the mantissa
         auto rounded = [](double x) { return float_of((bits_of((float)x) + 0x1000) & ~0x1fffu); };
-        std::transform(A.begin(), A.end(), A.begin(), rounded),
-            std::transform(B.begin(), B.end(), B.begin(), rounded);
+        std::transform(A.begin(), A.end(), A.begin(), rounded);
+        std::transform(B.begin(), B.end(), B.begin(), rounded);
     }
     Tensor want = empty_on(CPU, c.shape, F64);
     for (int64_t i = 0; i < want.size(); i++) {
@@ -304,8 +325,8 @@ TEST_CASE_TEMPLATE("gemm agrees with three loops", D, OnCPU, OnCUDA) {
     }
 }
 
-// cuBLAS 13.1 leaves out the last summands of these (see gemm_cuda). A^T is 0 except for its last
-// column, so that C has to be the last row of B.
+// cuBLAS 13.1 leaves out the last summands of these (see multiply_cuda). A^T is 0 except for its
+// last column, so that C has to be the last row of B.
 TEST_CASE("gemm adds up all of a long odd K") {
     if (!begin<OnCUDA>()) { return; }
     for (DType type : {BF16, F16}) {
@@ -385,7 +406,9 @@ TEST_CASE_TEMPLATE("fill_normal", D, OnCPU, OnCUDA) {
     double sum = 0, squares = 0, fourth = 0, furthest = 0;
     for (double x : to_doubles(t)) {
         double z = (x - 3) / 0.5;
-        sum += z, squares += z * z, fourth += z * z * z * z;
+        sum += z;
+        squares += z * z;
+        fourth += z * z * z * z;
         furthest = std::max(furthest, fabs(z));
     }
     CHECK(fabs(sum / n) < 5 / sqrt((double)n));  // five standard errors
@@ -495,8 +518,10 @@ TEST_CASE("a checkpoint keeps its input alone, and runs again in backward") {
             kept ? outer(x, true) : checkpoint([&](const Tensor& x) { return outer(x, false); }, x);
         backward_from(mul(y, p), from_floats({1, 2, -1}, {3}, F64));  // p's third use is outside
         if (kept) {
-            wanted_dx = to_doubles(x.gradient->value), wanted_dp = to_doubles(p.gradient->value);
-            outer_calls = inner_calls = 0;
+            wanted_dx = to_doubles(x.gradient->value);
+            wanted_dp = to_doubles(p.gradient->value);
+            outer_calls = 0;
+            inner_calls = 0;
         } else {
             CHECK(to_doubles(x.gradient->value) == wanted_dx);
             for (int i = 0; i < 3; i++) {  // added up in another order
@@ -526,15 +551,15 @@ TEST_CASE("gemm: cuBLAS against the CPU") {
                 bool ta = order == 1, tb = order == 2;
                 Tensor a = empty(ta ? Shape{K, M} : Shape{M, K}, type),
                        b = empty(tb ? Shape{N, K} : Shape{K, N}, type);
-                fill_normal(a, 0, 1, 0, 1), fill_normal(b, 0, 2, 0, 1);
+                fill_normal(a, 0, 1, 0, 1);
+                fill_normal(b, 0, 2, 0, 1);
                 Tensor want = empty_on(CPU, {M, N}, F32), c = empty({M, N}, out);
                 gemm(want, to_device(a, CPU), ta, to_device(b, CPU), tb);
                 gemm(c, a, ta, b, tb);
-                Comparison result = compare(c, want,
-                                            out == F32    ? 1e-4
-                                            : out == BF16 ? 8e-3
-                                                          : 1e-3,
-                                            2e-3);
+                double rtol = 1e-3;
+                if (out == F32) { rtol = 1e-4; }
+                if (out == BF16) { rtol = 8e-3; }
+                Comparison result = compare(c, want, rtol, 2e-3);
                 CHECK_MESSAGE(result.ok(), to_string(result));
             }
         }
@@ -555,7 +580,8 @@ TEST_CASE(
                 bool ta = order == 1, tb = order == 2;
                 Tensor a = empty(ta ? Shape{K, M} : Shape{M, K}, type),
                        b = empty(tb ? Shape{N, K} : Shape{K, N}, type);
-                fill_normal(a, 0, 1, 0, 1), fill_normal(b, 0, 2, 0, 1);
+                fill_normal(a, 0, 1, 0, 1);
+                fill_normal(b, 0, 2, 0, 1);
                 Tensor first = empty({M, N}, out), again = empty({M, N}, out);
                 for (int i = 0; i < 4; i++) {
                     const Product p{
@@ -582,7 +608,10 @@ TEST_CASE("META counts what the CPU uses") {
         context.device = device;
         context.mode = EAGER;
         Tensor x = empty({64, 64}, F32), weight = require_gradient(empty({64, 64}, F32));
-        if (device == CPU) { fill_zero(x), fill_zero(weight); }
+        if (device == CPU) {
+            fill_zero(x);
+            fill_zero(weight);
+        }
         size_t before = memory_use(device).now;
         reset_peak(device);
         Tensor y = three_layers(x, weight);
@@ -630,7 +659,8 @@ TEST_CASE_TEMPLATE("autocast copies a parameter once", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     for (Mode mode : {EAGER, FUSED}) {
         clear_tape();
-        context.mode = mode, context.precision = FP32;
+        context.mode = mode;
+        context.precision = FP32;
         INFO(setting_now());
         Tensor x = normals({3, 8}, F32, 0), weight = require_gradient(normals({8, 8}, F32, 1));
         auto run = [&] {
