@@ -332,7 +332,7 @@ Trace stop_tracing();  // waits for the device, and returns what ran since start
 // table.cu: tables and answers on stdout
 
 inline double to_gib(double bytes) { return bytes / (1 << 30); }
-std::string oom_cell(size_t bytes);  // "OOM (61.2 GiB)"
+std::string oom_cell(size_t bytes);  // "OOM (61.2 GiB)": what did not fit
 
 // Returns a table's cell: a number with four digits ("" for NAN), a name, or text as it is. A
 // column that needs other digits hands over text.
@@ -424,7 +424,8 @@ struct Tensor {
     }
 };
 
-// They return a row-major tensor; empty and zeros on context.device. at: who asked, for the log.
+// The three return a new, row-major tensor; empty() and zeros() make it on context.device. at: who
+// asked for it, for the memory log.
 Tensor empty(const Shape& shape, DType dtype, Category category = ACTIVATIONS, Source at = here());
 Tensor zeros(const Shape& shape, DType dtype, Category category = ACTIVATIONS, Source at = here());
 Tensor empty_on(Device device, const Shape& shape, DType dtype, Category category = ACTIVATIONS,
@@ -439,17 +440,16 @@ void copy(const Tensor& to, const Tensor& from);
 Tensor to_device(const Tensor& t, Device device);
 Tensor detached(const Tensor& t);          // the same data, no gradient
 Tensor require_gradient(const Tensor& t);  // the same data, a leaf of its own (tests, toy models)
-// They return a tensor on context.device.
+// Both return a tensor on context.device.
 Tensor from_floats(const std::vector<float>& values, const Shape& shape, DType dtype = F32);
 Tensor from_ints(const std::vector<int>& values, const Shape& shape);
 std::vector<float> to_floats(const Tensor& t);  // any dtype, any strides, from any device
 std::vector<double> to_doubles(const Tensor& t);
 
 // Random numbers: element i of stream `key` is a function of (seed, key, i), so the CPU and the GPU
-// draw the same bits.
-// Fills t with normal numbers, none further than 4.9 std from the mean.
+// draw the same bits. fill_normal draws normal numbers, none further than 4.9 std from the mean.
 void fill_normal(const Tensor& t, uint64_t seed, uint64_t key, float mean, float std);
-// Returns an integer of [0, n), each as likely.
+// Returns an integer of [0, n); all are equally likely.
 int random_int(int n, uint64_t seed, uint64_t key, uint64_t i);
 uint64_t key_of(const std::string& name);  // a stream for each parameter name
 
@@ -517,7 +517,7 @@ void clear_tape();
 // It may itself call checkpoint().
 Tensor checkpoint(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x);
 
-// What is not recorded:
+// These work in place and record nothing.
 void scale_in_place(const Tensor& t, float s);
 void scale_in_place(const Tensor& t, const Tensor& s);  // s: []
 // to = from, or to += from if `accumulate`; casts.
@@ -551,7 +551,7 @@ Tensor arange(int64_t n);                                         // I32 [n]
 // -------------------------------------------------------------------------------------------------
 // tensor.cu: whether a run's memory fits
 
-// Returns the bytes that `run` would hold at its peak, beyond those held now: it runs on META.
+// Returns how many bytes `run` would hold at its peak, beyond those held now: it runs on META.
 size_t planned_peak(const std::function<void()>& run);
 // Runs f, unless its predicted peak does not fit: `needs` bytes, of which `held` are held already.
 // Returns 0 if f ran, else `needs`, for oom_cell(). row: what stderr names it.
