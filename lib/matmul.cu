@@ -73,7 +73,8 @@ static cublasHandle_t cublas() {
 }
 void start_cublas() { cublas(); }
 static cudaDataType_t cuda_type(DType t) {
-    return t == BF16 ? CUDA_R_16BF : t == F16 ? CUDA_R_16F : CUDA_R_32F;
+    if (t == BF16) { return CUDA_R_16BF; }
+    return t == F16 ? CUDA_R_16F : CUDA_R_32F;
 }
 
 // Multiplies by cuBLAS, which is column-major: it sees every matrix of ours transposed. So it is

@@ -119,7 +119,8 @@ void answer(const char* part, const char* format, ...) {
     va_end(arguments);
 
     const bool plain = context.csv || (!printed_to && isatty(STDOUT_FILENO));
-    const std::string letter = *part ? strprintf(plain ? "(%s) " : "**(%s)** ", part) : "";
+    std::string letter;
+    if (*part) { letter = strprintf(plain ? "(%s) " : "**(%s)** ", part); }
     write_block((context.csv ? "# " : "") + letter + text + "\n");
 }
 
