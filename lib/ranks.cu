@@ -95,6 +95,7 @@ bool is_rank() { return identity().rank >= 0; }
 static const char* const RENDEZVOUS = "CS336_RENDEZVOUS";  // names the folder above the ranks' own
 
 static std::string folder_of_ranks;  // of this process, launcher or rank
+static double patience_s = 60;       // how long a rank waits for the others
 static void remove_folder_of_ranks() {
     std::error_code ignored;
     if (!folder_of_ranks.empty()) { std::filesystem::remove_all(folder_of_ranks, ignored); }
@@ -181,13 +182,12 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, double timeou
 // launcher's business.
 
 struct Links {
-    double timeout_s = 60;
     std::mutex mutex;  // of what follows
     std::condition_variable changed;
     bool stopping = false;
     std::thread watchdog;
     int rank = 0, world = 1;
-    uint32_t collectives = 0, gathers = 0;
+    uint32_t collectives = 0;
     std::deque<WorkPtr> under_way;
     Tensor barrier_token;
 
@@ -245,7 +245,7 @@ static void watch(Links& l) {
         CUDA_CHECK(cudaSetDevice(l.device));
     }  // a thread starts on GPU 0, and would make a context there
 #endif
-    const std::chrono::duration<double> turn(std::min(0.5, 0.1 * l.timeout_s));
+    const std::chrono::duration<double> turn(std::min(0.5, 0.1 * patience_s));
     WorkPtr oldest;
     // for it; turns are counted, since a clock also runs while the whole job is paused
     double waited_s = 0;
@@ -256,20 +256,21 @@ static void watch(Links& l) {
         const WorkPtr before =
             std::exchange(oldest, l.under_way.empty() ? nullptr : l.under_way.front());
         waited_s = oldest && oldest == before ? waited_s + turn.count() : 0;
-        if (waited_s > l.timeout_s) {
+        if (waited_s > patience_s) {
             give_up(
                 l.rank, 1,
                 strprintf(
                     "%s number %u has not ended within %g s: a rank is gone, or calls another one",
-                    oldest->what, oldest->number, l.timeout_s));
+                    oldest->what, oldest->number, patience_s));
         }
     }
 }
 
 std::vector<std::string> gather_text(const Communicator& c, const std::string& text) {
     if (c.world == 1) { return {text}; }
-    const double limit_s = 0.8 * c.links->timeout_s;
-    const std::string round = strprintf("%s/%u.", folder_of_ranks.c_str(), c.links->gathers++);
+    static uint32_t gathers = 0;
+    const double limit_s = 0.8 * patience_s;
+    const std::string round = strprintf("%s/%u.", folder_of_ranks.c_str(), gathers++);
     save_file(round + std::to_string(c.rank), text);
     std::vector<std::string> all;
     for (int r = 0; r < c.world; r++) {
@@ -317,7 +318,7 @@ static void connect_gloo(Communicator& c) {
     try {
         auto device = gloo::transport::tcp::CreateDevice(attributes);
         l.gloo = std::make_shared<gloo::rendezvous::Context>(c.rank, c.world);
-        l.gloo->setTimeout(std::chrono::milliseconds((int64_t)(1e3 * l.timeout_s)));
+        l.gloo->setTimeout(std::chrono::milliseconds((int64_t)(1e3 * patience_s)));
         gloo::rendezvous::FileStore store(folder_of_ranks);
         l.gloo->connectFullMesh(store, device);
         l.gloo->setTimeout(std::chrono::hours(1000));  // from here on the watchdog counts
@@ -722,7 +723,8 @@ int join_ranks(int world, const std::string& device, const std::string& backend,
             usage_error("--nproc: got %d, but the launcher has started %d ranks", world, c.world);
         }
         c.links = std::make_shared<Links>();
-        c.links->rank = c.rank, c.links->world = c.world, c.links->timeout_s = timeout_s;
+        c.links->rank = c.rank, c.links->world = c.world;
+        patience_s = timeout_s;
         make_folder_of_ranks(me);
         connect_ranks(c, device, backend);
         if (c.rank == 0) { progress("%d ranks connected, getting ready", c.world); }
