@@ -177,6 +177,66 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, double timeou
 }
 
 // -------------------------------------------------------------------------------------------------
+// The rendezvous: a folder with a file for each thing that a rank tells the others.
+
+static void make_folder_of_ranks(const Identity& me) {
+    const char *where = getenv(RENDEZVOUS), *file = getenv("TORCHELASTIC_ERROR_FILE");
+    // In a machine's own folder the ranks' parent tells jobs apart, too, or torchrun's folder,
+    // since a script may stand between: the error file is FOLDER/attempt_0/RANK/error.json.
+    const std::filesystem::path job =
+        std::filesystem::path(file ? file : "").parent_path().parent_path().parent_path();
+    const std::string above = where ? where : std::filesystem::temp_directory_path().string(),
+                      parent = where ? ""
+                                     : "-" + (file ? job.filename().string()
+                                                   : std::to_string(getppid())),
+                      folder = above + "/cs336-" + std::to_string(getuid()) + parent + me.job;
+    struct stat s;
+    if ((mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) || lstat(folder.c_str(), &s) != 0 ||
+        !S_ISDIR(s.st_mode) || s.st_uid != getuid() || (s.st_mode & 077) != 0) {
+        fail(
+            "%s: cannot be the ranks' folder, which only its owner may enter; %s names the one "
+            "above",
+            folder.c_str(), RENDEZVOUS);
+    }
+    if (access(strprintf("%s/0.%d", folder.c_str(), me.rank).c_str(), F_OK) == 0) {
+        fail("%s: holds an earlier job's files (remove it), or two ranks have one number",
+             folder.c_str());
+    }
+    folder_of_ranks = folder;
+}
+
+static std::string life_of(int rank) {
+    return strprintf("%s/life.%d", folder_of_ranks.c_str(), rank);
+}
+
+std::vector<std::string> gather_text(const Communicator& c, const std::string& text) {
+    if (c.world == 1) { return {text}; }
+    static uint32_t gathers = 0;
+    const double limit_s = 0.8 * patience_s;
+    const std::string round = strprintf("%s/%u.", folder_of_ranks.c_str(), gathers++);
+    save_file(round + std::to_string(c.rank), text);
+    std::vector<std::string> all;
+    for (int r = 0; r < c.world; r++) {
+        std::ifstream file;
+        std::string life, before;  // what it wrote last
+        double waited_ms = 0, last = now_ms();
+        while (file.open(round + std::to_string(r), std::ios::binary), !file) {
+            std::ifstream(life_of(r)) >> life;
+            waited_ms = life == before ? waited_ms + tick_ms(&last) : 0;
+            before = life;
+            if (waited_ms > 1e3 * limit_s) {
+                fail("rank %d of %d %s %s within %g s (all ranks need one folder: %s)", r, c.world,
+                     life.empty() ? "did not come to" : "shows no life in", folder_of_ranks.c_str(),
+                     limit_s, RENDEZVOUS);
+            }
+            usleep(1000);
+        }
+        all.emplace_back(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
+    }
+    return all;
+}
+
+// -------------------------------------------------------------------------------------------------
 // A rank's connections, and its watchdog: a thread that ends the process where a collective does
 // not end, since the main thread may wait in it. That another rank is dead or stopped is its
 // launcher's business.
@@ -209,17 +269,6 @@ struct Links {
 #endif
 };
 
-struct Collective {
-    enum Kind { ALL_REDUCE, BROADCAST, REDUCE_SCATTER, ALL_GATHER } kind;
-    Tensor t;
-    Reduction how = SUM;
-    int root = 0;     // of a broadcast
-    Tensor own = {};  // see reduce_scatter
-    bool beside = false;
-};
-
-static size_t bytes_of(const Tensor& t) { return t.size() * size_of(t.dtype); }
-
 // A rank's end ends the others. So those who only notice it wait, and one line tells the cause;
 // where all see the cause, the lowest rank tells it.
 [[noreturn]] static void give_up(int rank, int exit_code, const std::string& why) {
@@ -235,9 +284,6 @@ static bool has_ended(const Work& work) {
     if (work.end.event) { return cudaEventQuery((cudaEvent_t)work.end.event.get()) == cudaSuccess; }
 #endif
     return work.finished;
-}
-static std::string life_of(int rank) {
-    return strprintf("%s/life.%d", folder_of_ranks.c_str(), rank);
 }
 static void watch(Links& l) {
 #ifdef WITH_NCCL
@@ -265,37 +311,6 @@ static void watch(Links& l) {
         }
     }
 }
-
-std::vector<std::string> gather_text(const Communicator& c, const std::string& text) {
-    if (c.world == 1) { return {text}; }
-    static uint32_t gathers = 0;
-    const double limit_s = 0.8 * patience_s;
-    const std::string round = strprintf("%s/%u.", folder_of_ranks.c_str(), gathers++);
-    save_file(round + std::to_string(c.rank), text);
-    std::vector<std::string> all;
-    for (int r = 0; r < c.world; r++) {
-        std::ifstream file;
-        std::string life, before;  // what it wrote last
-        double waited_ms = 0, last = now_ms();
-        while (file.open(round + std::to_string(r), std::ios::binary), !file) {
-            std::ifstream(life_of(r)) >> life;
-            waited_ms = life == before ? waited_ms + tick_ms(&last) : 0;
-            before = life;
-            if (waited_ms > 1e3 * limit_s) {
-                fail("rank %d of %d %s %s within %g s (all ranks need one folder: %s)", r, c.world,
-                     life.empty() ? "did not come to" : "shows no life in", folder_of_ranks.c_str(),
-                     limit_s, RENDEZVOUS);
-            }
-            usleep(1000);
-        }
-        all.emplace_back(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
-    }
-    return all;
-}
-
-// -------------------------------------------------------------------------------------------------
-// Gloo: one worker thread takes the collectives in order, which is the same on every rank; each has
-// its own tag.
 
 #ifdef HAVE_GLOO
 static std::string first_line(const std::exception& e) {  // Gloo's messages have several
@@ -336,73 +351,7 @@ static void connect_gloo(Communicator& c) {
     });
 }
 
-template <class T>
-static void add_into(void* to, const void* a, const void* b, size_t n) {
-    for (size_t i = 0; i < n; i++) { ((T*)to)[i] = ((const T*)a)[i] + ((const T*)b)[i]; }
-}
-static void gloo_all_reduce(Links& l, const Tensor& t, uint32_t tag, Reduction how) {
-    gloo::AllreduceOptions options(l.gloo);
-    options.setTag(tag);
-    options.setAlgorithm(gloo::AllreduceOptions::Algorithm::RING);
-    with_type(t.dtype, [&](auto zero) {
-        using T = decltype(zero);
-        T* data = t.as<T>();
-        options.setOutput(data, (size_t)t.size());
-        options.setReduceFunction(add_into<T>);
-        gloo::allreduce(options);
-        const Wide<T> scale = how == AVERAGE ? 1.0f / l.world : 1;
-        for (int64_t i = 0; i < t.size(); i++) { data[i] = data[i] * scale; }
-    });
-}
-static void run_on_gloo(Links& l, const Collective& x, uint32_t tag) {
-    const size_t bytes = bytes_of(x.t), part = bytes / l.world;
-    if (x.kind == Collective::BROADCAST) {
-        gloo::BroadcastOptions options(l.gloo);
-        options.setTag(tag);
-        options.setRoot(x.root);
-        options.setOutput(x.t.data, bytes);
-        gloo::broadcast(options);
-    } else if (x.kind == Collective::ALL_GATHER) {
-        if (x.own) { memcpy(x.t.data + l.rank * part, x.own.data, part); }
-        gloo::AllgatherOptions options(l.gloo);
-        options.setTag(tag);
-        options.setOutput(x.t.data, bytes);  // in place: no input
-        gloo::allgather(options);
-    } else {
-        // Gloo's own reduce-scatter spoils its connections for what comes after
-        gloo_all_reduce(l, x.t, tag, x.how);
-        if (x.own) { memcpy(x.own.data, x.t.data + l.rank * part, part); }
-    }
-}
-
-static void start_on_gloo(Links& l, const WorkPtr& work, Collective x) {
-    auto job = [&l, work, x]() mutable {
-        Range range(work->what);
-        work->begin = {now_ms(), nullptr};
-        std::string error;
-        try {
-            run_on_gloo(l, x, work->number);
-        } catch (const std::exception& e) { error = first_line(e); }
-        x.t = x.own = Tensor();  // who waits may count on their memory
-        std::lock_guard<std::mutex> lock(l.mutex);
-        work->end = {now_ms(), nullptr};
-        work->error = error;
-        work->finished = true;
-        l.changed.notify_all();
-    };
-    std::lock_guard<std::mutex> lock(l.mutex);
-    l.under_way.push_back(work);
-    l.jobs.push_back(job);
-    l.changed.notify_all();
-}
-#else
-static void start_on_gloo(Links&, const WorkPtr&, const Collective&) {}
 #endif
-
-// -------------------------------------------------------------------------------------------------
-// NCCL runs on streams of its own. They wait by an event for the compute stream before each
-// collective, and it waits for them afterwards. The host waits for neither. Gathers run beside
-// reduce-scatters: these have their own communicator.
 
 #ifdef WITH_NCCL
 static void await(cudaStream_t s, const Mark& m) {
@@ -415,35 +364,8 @@ static void nccl_check(ncclResult_t result, const char* call) {
 #define NCCL_CHECK(call) nccl_check(call, #call)
 
 #ifdef WITH_WINDOWS
-// NCCL's symmetric windows. All ranks open one together, or close it.
-struct Windows : Places {
-    struct Window {
-        void* data;
-        ncclWindow_t handle;
-        bool in_use;
-    };
-    const ncclComm_t& nccl;
-    std::vector<Window> windows;
-    explicit Windows(const ncclComm_t& nccl) : nccl(nccl) { counted = true; }
-    size_t take(size_t bytes, void** at) override {
-        Window w{nullptr, nullptr, true};
-        give_back_cached_memory();  // our pool's is not NCCL's
-        NCCL_CHECK(ncclMemAlloc(&w.data, bytes));
-        NCCL_CHECK(ncclCommWindowRegister(nccl, w.data, bytes, &w.handle, NCCL_WIN_COLL_SYMMETRIC));
-        windows.push_back(w);
-        *at = w.data;
-        return windows.size() - 1;
-    }
-    void give(size_t number) override { windows[number].in_use = false; }
-    void close_unused() {
-        for (Window& w : windows) {
-            if (w.in_use || !w.data) { continue; }
-            NCCL_CHECK(ncclCommWindowDeregister(nccl, w.handle));
-            NCCL_CHECK(ncclMemFree(w.data));
-            w.data = nullptr;
-        }
-    }
-};
+static void open_windows(Links& l);
+static bool lies_in_window(const Links& l, const Tensor& t);
 #endif
 static void connect_nccl(Communicator& c) {
     Links& l = *c.links;
@@ -463,137 +385,12 @@ static void connect_nccl(Communicator& c) {
     ncclComm_t& nccl = l.lanes[1].nccl;
 #ifdef WITH_WINDOWS
     config.CTAPolicy = NCCL_CTA_POLICY_ZERO;  // copy engines, wherever they can do it
-    l.windows = std::make_shared<Windows>(nccl);
+    open_windows(l);
 #endif
     NCCL_CHECK(ncclCommInitRankConfig(&nccl, c.world, id, c.rank, &config));
     NCCL_CHECK(ncclCommSplit(nccl, 0, c.rank, &l.lanes[0].nccl, nullptr));
 }
-static ncclDataType_t nccl_type(DType t) {
-    if (t != F32 && t != BF16) {
-        fail("NCCL: %s tensors are not for collectives here", name_of(t));
-    }
-    return t == F32 ? ncclFloat32 : ncclBfloat16;
-}
-// When `ready` is reached. Returns begin and end.
-static std::pair<Mark, Mark> enqueue(Links& l, const Collective& x, const Mark& ready) {
-    const auto [nccl, stream] = l.lanes[x.kind != Collective::REDUCE_SCATTER];
-    const size_t n = x.t.size(), bytes = bytes_of(x.t), part = bytes / l.world;
-    char *data = x.t.data, *own = x.own ? x.own.data : data + l.rank * part;
-    const ncclRedOp_t op = x.how == AVERAGE ? ncclAvg : ncclSum;
-    await(stream, ready);
-    const Mark begin = mark_on(stream);
-    if (x.kind == Collective::ALL_REDUCE) {
-        NCCL_CHECK(ncclAllReduce(data, data, n, nccl_type(x.t.dtype), op, nccl, stream));
-    } else if (x.kind == Collective::BROADCAST) {
-        NCCL_CHECK(ncclBroadcast(data, data, bytes, ncclInt8, x.root, nccl, stream));
-    } else if (x.kind == Collective::REDUCE_SCATTER) {
-        NCCL_CHECK(
-            ncclReduceScatter(data, own, n / l.world, nccl_type(x.t.dtype), op, nccl, stream));
-    } else {
-        NCCL_CHECK(ncclAllGather(own, data, part, ncclInt8, nccl, stream));
-    }
-    return {begin, mark_on(stream)};
-}
-static void start_on_nccl(Links& l, const WorkPtr& work, const Collective& x) {
-    Range range(work->what);
-    bool apart = false;
-#ifdef WITH_WINDOWS
-    apart = x.beside && x.t.size() % l.world == 0 && x.t.memory->places == l.windows;
 #endif
-    if (apart) {
-        const auto [begin, scattered] =
-            enqueue(l, {Collective::REDUCE_SCATTER, x.t, x.how}, mark());
-        work->begin = begin,
-        work->end = enqueue(l, {Collective::ALL_GATHER, x.t}, scattered).second;
-    } else {
-        std::tie(work->begin, work->end) = enqueue(l, x, mark());
-    }
-    std::lock_guard<std::mutex> lock(l.mutex);
-    l.under_way.push_back(work);
-}
-#else
-static void start_on_nccl(Links&, const WorkPtr&, const Collective&) {}
-#endif
-
-// -------------------------------------------------------------------------------------------------
-// The collectives. Each is started, and finished by wait().
-
-static WorkPtr start(const Communicator& c, const Collective& x) {
-    static const char* const names[] = {"all-reduce", "broadcast", "reduce-scatter", "all-gather"};
-    if (x.kind >= Collective::REDUCE_SCATTER && x.t.size() % c.world != 0) {
-        fail("%s: %ld elements are not %d equal parts", names[x.kind], (long)x.t.size(), c.world);
-    }
-    if (x.t.device() == META) { return nullptr; }
-    Links& l = *c.links;
-    auto work = std::make_shared<Work>();
-    work->what = names[x.kind], work->number = l.collectives++, work->bytes = bytes_of(x.t),
-    work->started_ms = now_ms();
-    c.backend == "nccl" ? start_on_nccl(l, work, x) : start_on_gloo(l, work, x);
-    return work;
-}
-WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction how, bool beside) {
-    return start(c, {Collective::ALL_REDUCE, t, how, 0, {}, beside});
-}
-WorkPtr broadcast(const Communicator& c, const Tensor& t, int root) {
-    return start(c, {Collective::BROADCAST, t, SUM, root});
-}
-WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, Reduction how, const Tensor& own) {
-    return start(c, {Collective::REDUCE_SCATTER, t, how, 0, own});
-}
-WorkPtr all_gather(const Communicator& c, const Tensor& t, const Tensor& own) {
-    return start(c, {Collective::ALL_GATHER, t, SUM, 0, own});
-}
-
-void allocate_shared([[maybe_unused]] const Communicator& c, const std::function<void()>& f) {
-#ifdef WITH_WINDOWS
-    if (context.device == CUDA && c.links && c.links->windows) {
-        return allocate_in(c.links->windows, f);
-    }
-#endif
-    f();
-}
-void free_shared([[maybe_unused]] const Communicator& c) {
-#ifdef WITH_WINDOWS
-    if (!c.links || !c.links->windows) { return; }
-    barrier(c);
-    c.links->windows->close_unused();
-#endif
-}
-
-void wait(const Communicator& c, const WorkPtr& work) {
-    if (!work) { return; }
-    Links& l = *c.links;
-#ifdef WITH_NCCL
-    if (c.backend == "nccl") { return await(stream(), work->done.event ? work->done : work->end); }
-#endif
-    std::unique_lock<std::mutex> lock(l.mutex);
-    l.changed.wait(lock, [&] { return work->finished; });
-    if (!work->error.empty()) { fail("%s: Gloo: %s", work->what, work->error.c_str()); }
-    lock.unlock();
-    if (auto f = std::exchange(work->behind, nullptr)) { f(); }
-}
-void run_behind([[maybe_unused]] const Communicator& c, const WorkPtr& work,
-                const std::function<void()>& f) {
-    if (!work) { return f(); }  // META
-#ifdef WITH_NCCL
-    if (Links& l = *c.links; c.backend == "nccl") {
-        await(l.behind, work->end);
-        with_stream(l.behind, f);
-        work->done = mark_on(l.behind);
-        return;
-    }
-#endif
-    work->behind = f;
-}
-
-void barrier(const Communicator& c) {
-    synchronize();
-    wait(c, all_reduce(c, c.links->barrier_token, SUM));
-    synchronize();
-}
-
-// -------------------------------------------------------------------------------------------------
-// From the environment to a communicator, and back
 
 std::string why_not(const std::string& backend, Device device, int n, int gpus) {
     if (device == CUDA && cuda_devices() == 0) { return "no GPU here"; }
@@ -603,32 +400,6 @@ std::string why_not(const std::string& backend, Device device, int n, int gpus) 
     if (!HAS_NCCL) { return "built without NCCL (nccl.h, libnccl)"; }
     if (gpus < n) { return strprintf("NCCL wants one GPU per rank: %d for %d ranks", gpus, n); }
     return "";
-}
-
-static void make_folder_of_ranks(const Identity& me) {
-    const char *where = getenv(RENDEZVOUS), *file = getenv("TORCHELASTIC_ERROR_FILE");
-    // In a machine's own folder the ranks' parent tells jobs apart, too, or torchrun's folder,
-    // since a script may stand between: the error file is FOLDER/attempt_0/RANK/error.json.
-    const std::filesystem::path job =
-        std::filesystem::path(file ? file : "").parent_path().parent_path().parent_path();
-    const std::string above = where ? where : std::filesystem::temp_directory_path().string(),
-                      parent = where ? ""
-                                     : "-" + (file ? job.filename().string()
-                                                   : std::to_string(getppid())),
-                      folder = above + "/cs336-" + std::to_string(getuid()) + parent + me.job;
-    struct stat s;
-    if ((mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) || lstat(folder.c_str(), &s) != 0 ||
-        !S_ISDIR(s.st_mode) || s.st_uid != getuid() || (s.st_mode & 077) != 0) {
-        fail(
-            "%s: cannot be the ranks' folder, which only its owner may enter; %s names the one "
-            "above",
-            folder.c_str(), RENDEZVOUS);
-    }
-    if (access(strprintf("%s/0.%d", folder.c_str(), me.rank).c_str(), F_OK) == 0) {
-        fail("%s: holds an earlier job's files (remove it), or two ranks have one number",
-             folder.c_str());
-    }
-    folder_of_ranks = folder;
 }
 
 // How many ranks this machine has, and which of them we are.
@@ -734,4 +505,251 @@ int join_ranks(int world, const std::string& device, const std::string& backend,
     } catch (const Failure& failure) {
         give_up(c.rank, failure.exit_code, failure.what());
     } catch (const std::exception& e) { give_up(c.rank, 1, e.what()); }
+}
+
+// -------------------------------------------------------------------------------------------------
+// The collectives. Each is started, and finished by wait().
+
+struct Collective {
+    enum Kind { ALL_REDUCE, BROADCAST, REDUCE_SCATTER, ALL_GATHER } kind;
+    Tensor t;
+    Reduction how = SUM;
+    int root = 0;     // of a broadcast
+    Tensor own = {};  // see reduce_scatter
+    bool beside = false;
+};
+
+static size_t bytes_of(const Tensor& t) { return t.size() * size_of(t.dtype); }
+
+// -------------------------------------------------------------------------------------------------
+// Gloo: one worker thread takes the collectives in order, which is the same on every rank; each has
+// its own tag.
+
+#ifdef HAVE_GLOO
+template <class T>
+static void add_into(void* to, const void* a, const void* b, size_t n) {
+    for (size_t i = 0; i < n; i++) { ((T*)to)[i] = ((const T*)a)[i] + ((const T*)b)[i]; }
+}
+static void gloo_all_reduce(Links& l, const Tensor& t, uint32_t tag, Reduction how) {
+    gloo::AllreduceOptions options(l.gloo);
+    options.setTag(tag);
+    options.setAlgorithm(gloo::AllreduceOptions::Algorithm::RING);
+    with_type(t.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        T* data = t.as<T>();
+        options.setOutput(data, (size_t)t.size());
+        options.setReduceFunction(add_into<T>);
+        gloo::allreduce(options);
+        const Wide<T> scale = how == AVERAGE ? 1.0f / l.world : 1;
+        for (int64_t i = 0; i < t.size(); i++) { data[i] = data[i] * scale; }
+    });
+}
+static void run_on_gloo(Links& l, const Collective& x, uint32_t tag) {
+    const size_t bytes = bytes_of(x.t), part = bytes / l.world;
+    if (x.kind == Collective::BROADCAST) {
+        gloo::BroadcastOptions options(l.gloo);
+        options.setTag(tag);
+        options.setRoot(x.root);
+        options.setOutput(x.t.data, bytes);
+        gloo::broadcast(options);
+    } else if (x.kind == Collective::ALL_GATHER) {
+        if (x.own) { memcpy(x.t.data + l.rank * part, x.own.data, part); }
+        gloo::AllgatherOptions options(l.gloo);
+        options.setTag(tag);
+        options.setOutput(x.t.data, bytes);  // in place: no input
+        gloo::allgather(options);
+    } else {
+        // Gloo's own reduce-scatter spoils its connections for what comes after
+        gloo_all_reduce(l, x.t, tag, x.how);
+        if (x.own) { memcpy(x.own.data, x.t.data + l.rank * part, part); }
+    }
+}
+
+static void start_on_gloo(Links& l, const WorkPtr& work, Collective x) {
+    auto job = [&l, work, x]() mutable {
+        Range range(work->what);
+        work->begin = {now_ms(), nullptr};
+        std::string error;
+        try {
+            run_on_gloo(l, x, work->number);
+        } catch (const std::exception& e) { error = first_line(e); }
+        x.t = x.own = Tensor();  // who waits may count on their memory
+        std::lock_guard<std::mutex> lock(l.mutex);
+        work->end = {now_ms(), nullptr};
+        work->error = error;
+        work->finished = true;
+        l.changed.notify_all();
+    };
+    std::lock_guard<std::mutex> lock(l.mutex);
+    l.under_way.push_back(work);
+    l.jobs.push_back(job);
+    l.changed.notify_all();
+}
+#else
+static void start_on_gloo(Links&, const WorkPtr&, const Collective&) {}
+#endif
+
+// -------------------------------------------------------------------------------------------------
+// NCCL runs on streams of its own. They wait by an event for the compute stream before each
+// collective, and it waits for them afterwards. The host waits for neither. Gathers run beside
+// reduce-scatters: these have their own communicator.
+
+#ifdef WITH_NCCL
+static ncclDataType_t nccl_type(DType t) {
+    if (t != F32 && t != BF16) {
+        fail("NCCL: %s tensors are not for collectives here", name_of(t));
+    }
+    return t == F32 ? ncclFloat32 : ncclBfloat16;
+}
+// When `ready` is reached. Returns begin and end.
+static std::pair<Mark, Mark> enqueue(Links& l, const Collective& x, const Mark& ready) {
+    const auto [nccl, stream] = l.lanes[x.kind != Collective::REDUCE_SCATTER];
+    const size_t n = x.t.size(), bytes = bytes_of(x.t), part = bytes / l.world;
+    char *data = x.t.data, *own = x.own ? x.own.data : data + l.rank * part;
+    const ncclRedOp_t op = x.how == AVERAGE ? ncclAvg : ncclSum;
+    await(stream, ready);
+    const Mark begin = mark_on(stream);
+    if (x.kind == Collective::ALL_REDUCE) {
+        NCCL_CHECK(ncclAllReduce(data, data, n, nccl_type(x.t.dtype), op, nccl, stream));
+    } else if (x.kind == Collective::BROADCAST) {
+        NCCL_CHECK(ncclBroadcast(data, data, bytes, ncclInt8, x.root, nccl, stream));
+    } else if (x.kind == Collective::REDUCE_SCATTER) {
+        NCCL_CHECK(
+            ncclReduceScatter(data, own, n / l.world, nccl_type(x.t.dtype), op, nccl, stream));
+    } else {
+        NCCL_CHECK(ncclAllGather(own, data, part, ncclInt8, nccl, stream));
+    }
+    return {begin, mark_on(stream)};
+}
+static void start_on_nccl(Links& l, const WorkPtr& work, const Collective& x) {
+    Range range(work->what);
+    bool apart = false;
+#ifdef WITH_WINDOWS
+    apart = x.beside && x.t.size() % l.world == 0 && lies_in_window(l, x.t);
+#endif
+    if (apart) {
+        const auto [begin, scattered] =
+            enqueue(l, {Collective::REDUCE_SCATTER, x.t, x.how}, mark());
+        work->begin = begin,
+        work->end = enqueue(l, {Collective::ALL_GATHER, x.t}, scattered).second;
+    } else {
+        std::tie(work->begin, work->end) = enqueue(l, x, mark());
+    }
+    std::lock_guard<std::mutex> lock(l.mutex);
+    l.under_way.push_back(work);
+}
+#else
+static void start_on_nccl(Links&, const WorkPtr&, const Collective&) {}
+#endif
+
+static WorkPtr start(const Communicator& c, const Collective& x) {
+    static const char* const names[] = {"all-reduce", "broadcast", "reduce-scatter", "all-gather"};
+    if (x.kind >= Collective::REDUCE_SCATTER && x.t.size() % c.world != 0) {
+        fail("%s: %ld elements are not %d equal parts", names[x.kind], (long)x.t.size(), c.world);
+    }
+    if (x.t.device() == META) { return nullptr; }
+    Links& l = *c.links;
+    auto work = std::make_shared<Work>();
+    work->what = names[x.kind], work->number = l.collectives++, work->bytes = bytes_of(x.t),
+    work->started_ms = now_ms();
+    c.backend == "nccl" ? start_on_nccl(l, work, x) : start_on_gloo(l, work, x);
+    return work;
+}
+WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction how, bool beside) {
+    return start(c, {Collective::ALL_REDUCE, t, how, 0, {}, beside});
+}
+WorkPtr broadcast(const Communicator& c, const Tensor& t, int root) {
+    return start(c, {Collective::BROADCAST, t, SUM, root});
+}
+WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, Reduction how, const Tensor& own) {
+    return start(c, {Collective::REDUCE_SCATTER, t, how, 0, own});
+}
+WorkPtr all_gather(const Communicator& c, const Tensor& t, const Tensor& own) {
+    return start(c, {Collective::ALL_GATHER, t, SUM, 0, own});
+}
+
+void wait(const Communicator& c, const WorkPtr& work) {
+    if (!work) { return; }
+    Links& l = *c.links;
+#ifdef WITH_NCCL
+    if (c.backend == "nccl") { return await(stream(), work->done.event ? work->done : work->end); }
+#endif
+    std::unique_lock<std::mutex> lock(l.mutex);
+    l.changed.wait(lock, [&] { return work->finished; });
+    if (!work->error.empty()) { fail("%s: Gloo: %s", work->what, work->error.c_str()); }
+    lock.unlock();
+    if (auto f = std::exchange(work->behind, nullptr)) { f(); }
+}
+void barrier(const Communicator& c) {
+    synchronize();
+    wait(c, all_reduce(c, c.links->barrier_token, SUM));
+    synchronize();
+}
+
+// -------------------------------------------------------------------------------------------------
+// What only serves speed.
+
+#ifdef WITH_WINDOWS
+// NCCL's symmetric windows. All ranks open one together, or close it.
+struct Windows : Places {
+    struct Window {
+        void* data;
+        ncclWindow_t handle;
+        bool in_use;
+    };
+    const ncclComm_t& nccl;
+    std::vector<Window> windows;
+    explicit Windows(const ncclComm_t& nccl) : nccl(nccl) { counted = true; }
+    size_t take(size_t bytes, void** at) override {
+        Window w{nullptr, nullptr, true};
+        give_back_cached_memory();  // our pool's is not NCCL's
+        NCCL_CHECK(ncclMemAlloc(&w.data, bytes));
+        NCCL_CHECK(ncclCommWindowRegister(nccl, w.data, bytes, &w.handle, NCCL_WIN_COLL_SYMMETRIC));
+        windows.push_back(w);
+        *at = w.data;
+        return windows.size() - 1;
+    }
+    void give(size_t number) override { windows[number].in_use = false; }
+    void close_unused() {
+        for (Window& w : windows) {
+            if (w.in_use || !w.data) { continue; }
+            NCCL_CHECK(ncclCommWindowDeregister(nccl, w.handle));
+            NCCL_CHECK(ncclMemFree(w.data));
+            w.data = nullptr;
+        }
+    }
+};
+static void open_windows(Links& l) { l.windows = std::make_shared<Windows>(l.lanes[1].nccl); }
+static bool lies_in_window(const Links& l, const Tensor& t) {
+    return t.memory->places == l.windows;
+}
+#endif
+void allocate_shared([[maybe_unused]] const Communicator& c, const std::function<void()>& f) {
+#ifdef WITH_WINDOWS
+    if (context.device == CUDA && c.links && c.links->windows) {
+        return allocate_in(c.links->windows, f);
+    }
+#endif
+    f();
+}
+void free_shared([[maybe_unused]] const Communicator& c) {
+#ifdef WITH_WINDOWS
+    if (!c.links || !c.links->windows) { return; }
+    barrier(c);
+    c.links->windows->close_unused();
+#endif
+}
+
+void run_behind([[maybe_unused]] const Communicator& c, const WorkPtr& work,
+                const std::function<void()>& f) {
+    if (!work) { return f(); }  // META
+#ifdef WITH_NCCL
+    if (Links& l = *c.links; c.backend == "nccl") {
+        await(l.behind, work->end);
+        with_stream(l.behind, f);
+        work->done = mark_on(l.behind);
+        return;
+    }
+#endif
+    work->behind = f;
 }
