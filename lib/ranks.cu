@@ -1,10 +1,13 @@
 // lib/ranks.cu: several processes that work as one. Each is a rank with its own GPU, or its share
-// of the CPU's cores.
-//   the launcher      `--nproc N` starts N copies of this program; torchrun, mpirun and srun do
-//                     the same from outside
+// of the CPU's cores. In this order:
+//   the launcher      `--nproc N` starts N copies of this program and ends all when one fails;
+//                     torchrun, mpirun and srun do the same from outside
 //   the rendezvous    a folder with a file for each thing that a rank tells the others
-//   the communicator  all-reduce, broadcast, reduce-scatter, all-gather and barrier on NCCL or
-//                     Gloo, asynchronous
+//   the communicator  what connects a rank with the others by Gloo or NCCL, and its watchdog
+//   the collectives   all-reduce, broadcast, reduce-scatter, all-gather, barrier: start() one, do
+//                     something else, wait() for it
+//   only for speed    two lanes, windows, run_behind: no result needs them
+// Beside section 2.1 read the collectives from start() on.
 #include "lib.h"
 
 #include <chrono>
@@ -42,27 +45,32 @@ constexpr bool HAS_NCCL = false;
 #endif
 
 // -------------------------------------------------------------------------------------------------
-// Who am I? The launcher says so in the environment.
+// The launcher, and what a rank reads from the environment that a launcher has set for it.
 
 struct Identity {
     int rank = -1, world = 1;  // -1: this process was started by hand, as the only one
-    // the same for all ranks of a job and for no other one: run or step, attempt
+    // The same for all ranks of a job and for no other job: its run or step, and the attempt.
     std::string job;
 };
+
+// Returns the whole number that this environment variable holds; anything else is wrong usage.
 static int number_in(const char* variable) {
     int value;
     char behind;
-    if (sscanf(getenv(variable), "%7d%c", &value, &behind) != 1 || value < 0) {
-        usage_error("environment variable %s: got '%s', takes a whole number", variable,
-                    getenv(variable));
+    const char* text = getenv(variable);
+    if (sscanf(text, "%7d%c", &value, &behind) != 1 || value < 0) {
+        usage_error("environment variable %s: got '%s', takes a whole number", variable, text);
     }
     return value;
 }
+
+// Returns who we are, by the variables of the first launcher that has set its own.
 static Identity identity() {
     Identity me;
     auto ask = [&](const char* rank, const char* world, std::initializer_list<const char*> job) {
         if (me.rank >= 0 || !getenv(rank) || !getenv(world)) { return; }
-        me.rank = number_in(rank), me.world = number_in(world);
+        me.rank = number_in(rank);
+        me.world = number_in(world);
         if (me.rank >= me.world) {
             usage_error("rank %d: the world has only %d ranks", me.rank, me.world);
         }
@@ -71,15 +79,16 @@ static Identity identity() {
         }
         std::replace(me.job.begin(), me.job.end(), '/', '_');
     };
-    // torchrun, and our own launcher. By default a run's id may be "none".
-    ask("RANK", "WORLD_SIZE",
-        {"TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"});
-    ask("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", {"PMIX_NAMESPACE"});  // mpirun
-    // An interactive shell is a step of one task, and no rank.
+    // An interactive shell of Slurm's, or of MPI's, is a step of one task, and no rank.
     auto several = [](const char* world) {
         return getenv(world) && strcmp(getenv(world), "1") != 0;
     };
-    if (several("SLURM_STEP_NUM_TASKS")) {  // srun
+
+    // torchrun, and our own launcher. A run's id alone may be "none", so the address counts, too.
+    ask("RANK", "WORLD_SIZE",
+        {"TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"});
+    ask("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", {"PMIX_NAMESPACE"});  // mpirun
+    if (several("SLURM_STEP_NUM_TASKS")) {                                    // srun
         ask("SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
             {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"});
     }
@@ -87,10 +96,6 @@ static Identity identity() {
     return me;
 }
 bool is_rank() { return identity().rank >= 0; }
-
-// -------------------------------------------------------------------------------------------------
-// The launcher. It waits for its ranks. If one fails, it kills the rest, which would wait for that
-// rank for ever.
 
 static const char* const RENDEZVOUS = "CS336_RENDEZVOUS";  // names the folder above the ranks' own
 
@@ -101,95 +106,131 @@ static void remove_folder_of_ranks() {
     if (!folder_of_ranks.empty()) { std::filesystem::remove_all(folder_of_ranks, ignored); }
 }
 
+// Starts rank r of n, which gets its share of the cores, and returns its process.
 static pid_t start_rank(int r, int n, const std::vector<std::string>& arguments) {
     return start_ourselves(arguments, [&] {
+        const int threads = std::max(1, omp_get_num_procs() / n);
         setenv("RANK", std::to_string(r).c_str(), true);
         setenv("WORLD_SIZE", std::to_string(n).c_str(), true);
         setenv(RENDEZVOUS, folder_of_ranks.c_str(), true);
-        setenv("OMP_NUM_THREADS", std::to_string(std::max(1, omp_get_num_procs() / n)).c_str(),
-               false);
+        setenv("OMP_NUM_THREADS", std::to_string(threads).c_str(), false);
     });
 }
 
-struct LaunchedRank {
-    pid_t pid;  // 0: it has ended
-    // how long it has been stopped, of the time in which we ran; below 0: it runs
-    double stopped_ms = -INFINITY;
-};
-// In ms since `last`, but at most 100: what is more we have slept ourselves, as after Ctrl-Z and
-// fg.
+// Returns the ms since *last, and sets *last to now. More than 100 ms show that this process slept
+// itself, as after Ctrl-Z and fg or with a laptop's lid closed: they count as 100.
 static double tick_ms(double* last) {
     const double before = std::exchange(*last, now_ms());
     return std::min(*last - before, 100.0);
 }
 
+struct LaunchedRank {
+    pid_t pid;              // 0: it has ended
+    bool stopped = false;   // by a signal, such as SIGSTOP
+    double stopped_ms = 0;  // for how long, of the time in which the launcher ran
+};
+struct Launch {
+    std::vector<LaunchedRank> ranks;
+    int left;           // ranks that have not ended
+    int exit_code = 0;  // of the first rank that failed
+};
+
+// Kills all ranks that are left: they would wait for the failed one for ever. The first reason is
+// noted ("": the rank has said it), and its exit code stays.
+static void end_all(Launch& launch, int exit_code, const std::string& why) {
+    if (launch.exit_code == 0) {
+        launch.exit_code = exit_code;
+        if (!why.empty()) { note("cs336: %s", why.c_str()); }
+    }
+    for (const LaunchedRank& rank : launch.ranks) {
+        if (rank.pid) { kill(rank.pid, SIGKILL); }  // which also ends a stopped one
+    }
+}
+
+// Asks the system what has become of rank r since the last call, `tick` ms ago. Ends all ranks if
+// this one has failed, or has been stopped for 0.8 of the timeout.
+static void look_at(Launch& launch, int r, double tick, double timeout_s) {
+    LaunchedRank& rank = launch.ranks[r];
+    if (!rank.pid) { return; }
+    const std::string name = strprintf("rank %d (process %d)", r, (int)rank.pid);
+    if (rank.stopped) { rank.stopped_ms += tick; }
+
+    int status = 0;
+    if (waitpid(rank.pid, &status, WNOHANG | WUNTRACED | WCONTINUED) > 0) {
+        if (WIFSTOPPED(status)) {
+            rank.stopped = true;
+            rank.stopped_ms = 0;
+        } else if (WIFCONTINUED(status)) {
+            rank.stopped = false;
+        } else {
+            rank = {0};
+            launch.left--;
+            if (WIFSIGNALED(status)) {
+                const int number = WTERMSIG(status);
+                end_all(launch, 1,
+                        strprintf("%s was killed by signal %d (%s)", name.c_str(), number,
+                                  strsignal(number)));
+            } else if (WEXITSTATUS(status) != 0) {
+                end_all(launch, WEXITSTATUS(status), "");
+            }
+        }
+    }
+
+    // 0.8, so that all is over within the timeout
+    if (rank.stopped && rank.stopped_ms > 0.8e3 * timeout_s) {
+        end_all(launch, 1,
+                strprintf("%s has been stopped for %.1f s", name.c_str(), rank.stopped_ms / 1e3));
+    }
+}
+
+// Starts n ranks in a new folder, and looks at each every 5 ms until all have ended. Returns 0, or
+// the exit code of the first that failed.
 int launch_ranks(int n, const std::vector<std::string>& arguments, double timeout_s) {
     folder_of_ranks = (std::filesystem::temp_directory_path() / "cs336-XXXXXX").string();
     if (!mkdtemp(folder_of_ranks.data())) {
         fail("%s: %s", folder_of_ranks.c_str(), strerror(errno));
     }
+
     fflush(nullptr);
     EndSignals noted;
-    std::vector<LaunchedRank> ranks;
-    for (int r = 0; r < n; r++) { ranks.push_back({start_rank(r, n, arguments)}); }
-    int code = 0, left = n;
-    auto end_all = [&](int exit_code, const std::string& why) {
-        if (code == 0 && !why.empty()) { note("cs336: %s", why.c_str()); }
-        if (code == 0) { code = exit_code; }  // the first reason counts
-        for (const LaunchedRank& rank : ranks) {
-            if (rank.pid) { kill(rank.pid, SIGKILL); }  // which also ends a stopped one
-        }
-    };
-    for (double last = now_ms(); left > 0; usleep(5000)) {
-        // main() ends by this signal
-        if (const int number = EndSignals::seen()) { end_all(128 + number, ""); }
+    Launch launch{{}, n};
+    for (int r = 0; r < n; r++) { launch.ranks.push_back({start_rank(r, n, arguments)}); }
+
+    double last = now_ms();
+    while (launch.left > 0) {
+        // main() then ends by this signal itself.
+        if (const int number = EndSignals::seen()) { end_all(launch, 128 + number, ""); }
         const double tick = tick_ms(&last);
-        for (int r = 0; r < n; r++) {
-            LaunchedRank& rank = ranks[r];
-            const std::string name = strprintf("rank %d (process %d)", r, (int)rank.pid);
-            int status = 0;
-            const pid_t pid =
-                rank.pid ? waitpid(rank.pid, &status, WNOHANG | WUNTRACED | WCONTINUED) : 0;
-            rank.stopped_ms += tick;
-            if (pid > 0 && WIFSTOPPED(status)) {
-                rank.stopped_ms = 0;
-            } else if (pid > 0 && WIFCONTINUED(status)) {
-                rank.stopped_ms = -INFINITY;
-            } else if (pid > 0) {
-                rank = {0}, left--;
-                const int number = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
-                if (number) {
-                    end_all(1, strprintf("%s was killed by signal %d (%s)", name.c_str(), number,
-                                         strsignal(number)));
-                } else if (WEXITSTATUS(status) != 0) {
-                    end_all(WEXITSTATUS(status), "");  // it has said why
-                }
-            }
-            // 0.8, so that all is over within the timeout
-            if (rank.stopped_ms > 0.8e3 * timeout_s) {
-                end_all(1, strprintf("%s has been stopped for %.1f s", name.c_str(),
-                                     rank.stopped_ms / 1e3));
-            }
-        }
+        for (int r = 0; r < n; r++) { look_at(launch, r, tick, timeout_s); }
+        usleep(5000);
     }
     remove_folder_of_ranks();
-    return code;
+    return launch.exit_code;
 }
 
 // -------------------------------------------------------------------------------------------------
-// The rendezvous: a folder with a file for each thing that a rank tells the others.
+// The rendezvous: a folder that only its owner may enter. Each thing that a rank tells the others
+// is a file there, which appears at once and whole. life.R changes as long as rank R lives.
 
+// Returns what tells this machine's jobs apart where no folder is named: the ranks' parent. Under
+// torchrun a script may stand between the two, so there its own folder counts: the error file is
+// FOLDER/attempt_0/RANK/error.json.
+static std::string parent_of_ranks() {
+    const char* file = getenv("TORCHELASTIC_ERROR_FILE");
+    if (!file) { return std::to_string(getppid()); }
+    const std::filesystem::path attempt = std::filesystem::path(file).parent_path().parent_path();
+    return attempt.parent_path().filename().string();
+}
+
+// Makes the folder where all ranks of our job meet, or finds it made by another one of them, and
+// sets folder_of_ranks. Fails if it is not ours alone, or holds what an earlier job has left.
 static void make_folder_of_ranks(const Identity& me) {
-    const char *where = getenv(RENDEZVOUS), *file = getenv("TORCHELASTIC_ERROR_FILE");
-    // In a machine's own folder the ranks' parent tells jobs apart, too, or torchrun's folder,
-    // since a script may stand between: the error file is FOLDER/attempt_0/RANK/error.json.
-    const std::filesystem::path job =
-        std::filesystem::path(file ? file : "").parent_path().parent_path().parent_path();
-    const std::string above = where ? where : std::filesystem::temp_directory_path().string(),
-                      parent = where ? ""
-                                     : "-" + (file ? job.filename().string()
-                                                   : std::to_string(getppid())),
-                      folder = above + "/cs336-" + std::to_string(getuid()) + parent + me.job;
+    const char* named = getenv(RENDEZVOUS);
+    std::string folder = named ? named : std::filesystem::temp_directory_path().string();
+    folder += "/cs336-" + std::to_string(getuid());
+    if (!named) { folder += "-" + parent_of_ranks(); }
+    folder += me.job;
+
     struct stat s;
     if ((mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) || lstat(folder.c_str(), &s) != 0 ||
         !S_ISDIR(s.st_mode) || s.st_uid != getuid() || (s.st_mode & 077) != 0) {
@@ -209,68 +250,83 @@ static std::string life_of(int rank) {
     return strprintf("%s/life.%d", folder_of_ranks.c_str(), rank);
 }
 
+// Returns what rank r has written to this file of the folder, and waits for that. Fails if the rank
+// shows no life for 0.8 of our patience.
+static std::string text_of_rank(const Communicator& c, int r, const std::string& path) {
+    const double limit_s = 0.8 * patience_s;
+    std::string life, life_before;
+    double waited_ms = 0, last = now_ms();
+    std::ifstream file(path, std::ios::binary);
+    while (!file) {
+        std::ifstream(life_of(r)) >> life;
+        if (life == life_before) {
+            waited_ms += tick_ms(&last);
+        } else {
+            waited_ms = 0;
+        }
+        life_before = life;
+        if (waited_ms > 1e3 * limit_s) {
+            fail("rank %d of %d %s %s within %g s (all ranks need one folder: %s)", r, c.world,
+                 life.empty() ? "did not come to" : "shows no life in", folder_of_ranks.c_str(),
+                 limit_s, RENDEZVOUS);
+        }
+        usleep(1000);
+        file.open(path, std::ios::binary);
+    }
+    return std::string(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
+}
+
+// Writes our text to ROUND.RANK, and returns the texts of all ranks, by rank.
 std::vector<std::string> gather_text(const Communicator& c, const std::string& text) {
     if (c.world == 1) { return {text}; }
     static uint32_t gathers = 0;
-    const double limit_s = 0.8 * patience_s;
     const std::string round = strprintf("%s/%u.", folder_of_ranks.c_str(), gathers++);
     save_file(round + std::to_string(c.rank), text);
     std::vector<std::string> all;
     for (int r = 0; r < c.world; r++) {
-        std::ifstream file;
-        std::string life, before;  // what it wrote last
-        double waited_ms = 0, last = now_ms();
-        while (file.open(round + std::to_string(r), std::ios::binary), !file) {
-            std::ifstream(life_of(r)) >> life;
-            waited_ms = life == before ? waited_ms + tick_ms(&last) : 0;
-            before = life;
-            if (waited_ms > 1e3 * limit_s) {
-                fail("rank %d of %d %s %s within %g s (all ranks need one folder: %s)", r, c.world,
-                     life.empty() ? "did not come to" : "shows no life in", folder_of_ranks.c_str(),
-                     limit_s, RENDEZVOUS);
-            }
-            usleep(1000);
-        }
-        all.emplace_back(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
+        all.push_back(text_of_rank(c, r, round + std::to_string(r)));
     }
     return all;
 }
 
 // -------------------------------------------------------------------------------------------------
-// A rank's connections, and its watchdog: a thread that ends the process where a collective does
-// not end, since the main thread may wait in it. That another rank is dead or stopped is its
-// launcher's business.
+// The communicator: a rank's connections, and its watchdog. join_ranks, at the end, makes one.
 
+#ifdef WITH_NCCL
+struct Lane {  // a communicator of NCCL's runs one collective after the other, in its stream
+    ncclComm_t nccl = nullptr;
+    cudaStream_t stream = nullptr;
+};
+#endif
 struct Links {
-    std::mutex mutex;  // of what follows
+    int rank = 0, world = 1;
+    int gpu = 0;
+    std::thread watchdog;
+    Tensor barrier_token;
+    uint32_t collectives = 0;  // that were started
+
+    // Whoever reads or writes one of these three holds the mutex, and tells `changed` afterwards.
+    std::mutex mutex;
     std::condition_variable changed;
     bool stopping = false;
-    std::thread watchdog;
-    int rank = 0, world = 1;
-    uint32_t collectives = 0;
-    std::deque<WorkPtr> under_way;
-    Tensor barrier_token;
-
+    std::deque<WorkPtr> under_way;  // the oldest first
 #ifdef HAVE_GLOO
+    std::deque<std::function<void()>> jobs;  // that the worker has yet to begin
+
     std::shared_ptr<gloo::rendezvous::Context> gloo;
     std::thread worker;
-    std::deque<std::function<void()>> jobs;
 #endif
 #ifdef WITH_NCCL
-    struct Lane {
-        ncclComm_t nccl = nullptr;
-        cudaStream_t stream = nullptr;
-    } lanes[2];                     // of reduce-scatters; of all else
-    cudaStream_t behind = nullptr;  // see run_behind
-    int device = 0;
+    Lane lane;                      // of all collectives but reduce-scatters
+    Lane reduce_scatter_lane;       // the last section tells why, and what the next two are
+    cudaStream_t behind = nullptr;  // run_behind's
 #endif
-#ifdef WITH_WINDOWS
-    std::shared_ptr<struct Windows> windows;  // of allocate_shared; null with Gloo
-#endif
+    std::shared_ptr<Places> windows;  // allocate_shared's; null if there are none
 };
 
-// A rank's end ends the others. So those who only notice it wait, and one line tells the cause;
-// where all see the cause, the lowest rank tells it.
+// Ends this process with one line, after a while: a rank's end ends the others, so those who only
+// notice it wait, and the line of the rank with the cause is the only one. If all see the cause,
+// the lowest rank's is.
 [[noreturn]] static void give_up(int rank, int exit_code, const std::string& why) {
     usleep(500000 + 100000 * std::min(rank, 10));
     note("cs336: rank %d: %s", rank, why.c_str());
@@ -285,29 +341,36 @@ static bool has_ended(const Work& work) {
 #endif
     return work.finished;
 }
-static void watch(Links& l) {
+
+// The watchdog, a thread: shows life to the others, and ends the process if a collective does not
+// end within our patience, since the main thread may wait in it. That another rank is dead or
+// stopped is its launcher's business.
+static void watch(Links& links) {
 #ifdef WITH_NCCL
-    if (context.device == CUDA) {
-        CUDA_CHECK(cudaSetDevice(l.device));
-    }  // a thread starts on GPU 0, and would make a context there
+    // A thread starts on GPU 0, and would make a context there.
+    if (context.device == CUDA) { CUDA_CHECK(cudaSetDevice(links.gpu)); }
 #endif
     const std::chrono::duration<double> turn(std::min(0.5, 0.1 * patience_s));
     WorkPtr oldest;
-    // for it; turns are counted, since a clock also runs while the whole job is paused
-    double waited_s = 0;
-    std::unique_lock<std::mutex> lock(l.mutex);
-    for (int turns = 0; !l.changed.wait_for(lock, turn, [&] { return l.stopping; }); turns++) {
-        std::ofstream(life_of(l.rank)) << turns;
-        while (!l.under_way.empty() && has_ended(*l.under_way.front())) { l.under_way.pop_front(); }
-        const WorkPtr before =
-            std::exchange(oldest, l.under_way.empty() ? nullptr : l.under_way.front());
-        waited_s = oldest && oldest == before ? waited_s + turn.count() : 0;
+    double waited_s = 0;  // for the oldest, in turns: a clock also runs while the job is paused
+    std::unique_lock<std::mutex> lock(links.mutex);
+    auto is_stopping = [&] { return links.stopping; };
+    for (int turns = 0; !links.changed.wait_for(lock, turn, is_stopping); turns++) {
+        std::ofstream(life_of(links.rank)) << turns;
+
+        std::deque<WorkPtr>& under_way = links.under_way;
+        while (!under_way.empty() && has_ended(*under_way.front())) { under_way.pop_front(); }
+        const WorkPtr before = std::exchange(oldest, under_way.empty() ? nullptr : under_way[0]);
+        if (!oldest || oldest != before) {
+            waited_s = 0;
+            continue;
+        }
+        waited_s += turn.count();
         if (waited_s > patience_s) {
-            give_up(
-                l.rank, 1,
-                strprintf(
-                    "%s number %u has not ended within %g s: a rank is gone, or calls another one",
-                    oldest->what, oldest->number, patience_s));
+            give_up(links.rank, 1,
+                    strprintf("%s number %u has not ended within %g s: a rank is gone, or calls "
+                              "another one",
+                              oldest->what, oldest->number, patience_s));
         }
     }
 }
@@ -317,8 +380,24 @@ static std::string first_line(const std::exception& e) {  // Gloo's messages hav
     return std::string(e.what(), strcspn(e.what(), "\n"));
 }
 
+// Gloo's worker, a thread: runs the jobs one after the other, and ends when all are done and
+// disconnect_ranks has said so.
+static void run_jobs(Links& links) {
+    while (true) {
+        std::unique_lock<std::mutex> lock(links.mutex);
+        links.changed.wait(lock, [&] { return links.stopping || !links.jobs.empty(); });
+        if (links.jobs.empty()) { return; }
+        std::function<void()> job = std::move(links.jobs.front());
+        links.jobs.pop_front();
+        lock.unlock();
+        job();
+    }
+}
+
+// Connects this rank with all others by TCP, and starts the worker. The addresses are told through
+// Gloo's own files in the ranks' folder.
 static void connect_gloo(Communicator& c) {
-    Links& l = *c.links;
+    Links& links = *c.links;
     gloo::transport::tcp::attr attributes;
     if (const char* interface = getenv("GLOO_SOCKET_IFNAME")) {
         attributes.iface = interface;
@@ -328,32 +407,24 @@ static void connect_gloo(Communicator& c) {
         fail(
             "Gloo on several machines: set GLOO_SOCKET_IFNAME to the network's name, such as eth0");
     }
-    // what Gloo writes to a rank that is gone fails, and the rank stays to say so
+    // What Gloo writes to a rank that is gone then fails, and we stay to say so.
     signal(SIGPIPE, SIG_IGN);
     try {
         auto device = gloo::transport::tcp::CreateDevice(attributes);
-        l.gloo = std::make_shared<gloo::rendezvous::Context>(c.rank, c.world);
-        l.gloo->setTimeout(std::chrono::milliseconds((int64_t)(1e3 * patience_s)));
+        links.gloo = std::make_shared<gloo::rendezvous::Context>(c.rank, c.world);
+        links.gloo->setTimeout(std::chrono::milliseconds((int64_t)(1e3 * patience_s)));
         gloo::rendezvous::FileStore store(folder_of_ranks);
-        l.gloo->connectFullMesh(store, device);
-        l.gloo->setTimeout(std::chrono::hours(1000));  // from here on the watchdog counts
+        links.gloo->connectFullMesh(store, device);
+        links.gloo->setTimeout(std::chrono::hours(1000));  // from here on the watchdog counts
     } catch (const std::exception& e) { fail("Gloo: %s", first_line(e).c_str()); }
-    l.worker = std::thread([&l] {
-        while (true) {
-            std::unique_lock<std::mutex> lock(l.mutex);
-            l.changed.wait(lock, [&] { return l.stopping || !l.jobs.empty(); });
-            if (l.jobs.empty()) { return; }
-            std::function<void()> job = std::move(l.jobs.front());
-            l.jobs.pop_front();
-            lock.unlock();
-            job();
-        }
-    });
+    links.worker = std::thread([&links] { run_jobs(links); });
 }
-
+#else
+static void connect_gloo(Communicator&) {}  // why_not() has refused it
 #endif
 
 #ifdef WITH_NCCL
+// Makes a stream wait until this mark of another stream is reached.
 static void await(cudaStream_t s, const Mark& m) {
     CUDA_CHECK(cudaStreamWaitEvent(s, (cudaEvent_t)m.event.get()));
 }
@@ -364,34 +435,40 @@ static void nccl_check(ncclResult_t result, const char* call) {
 #define NCCL_CHECK(call) nccl_check(call, #call)
 
 #ifdef WITH_WINDOWS
-static void open_windows(Links& l);
-static bool lies_in_window(const Links& l, const Tensor& t);
+static void prepare_windows(Links& links, ncclConfig_t* config);  // in the last section
 #endif
+
+// Makes NCCL's communicator, whose id rank 0 tells the others, and the streams where collectives
+// run: ahead of the compute stream's kernels, since other ranks wait for them.
 static void connect_nccl(Communicator& c) {
-    Links& l = *c.links;
-    int least, greatest;  // collectives first: the others wait for them
+    Links& links = *c.links;
+    int least, greatest;
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-    for (auto& lane : l.lanes) {
-        CUDA_CHECK(cudaStreamCreateWithPriority(&lane.stream, cudaStreamNonBlocking, greatest));
+    for (Lane* lane : {&links.reduce_scatter_lane, &links.lane}) {
+        CUDA_CHECK(cudaStreamCreateWithPriority(&lane->stream, cudaStreamNonBlocking, greatest));
     }
-    CUDA_CHECK(cudaStreamCreateWithPriority(&l.behind, cudaStreamNonBlocking, least));
-    // nobody else reaches its ports
+    CUDA_CHECK(cudaStreamCreateWithPriority(&links.behind, cudaStreamNonBlocking, least));
+
+    // Nobody outside then reaches NCCL's ports.
     if (c.local_world == c.world) { setenv("NCCL_SOCKET_IFNAME", "lo", false); }
     ncclUniqueId id{};
     if (c.rank == 0) { NCCL_CHECK(ncclGetUniqueId(&id)); }
     memcpy(&id, gather_text(c, std::string((const char*)&id, sizeof id))[0].data(), sizeof id);
+
     // Blocking, since a non-blocking communicator starts a thread for every collective.
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    ncclComm_t& nccl = l.lanes[1].nccl;
+    ncclComm_t& nccl = links.lane.nccl;
 #ifdef WITH_WINDOWS
-    config.CTAPolicy = NCCL_CTA_POLICY_ZERO;  // copy engines, wherever they can do it
-    open_windows(l);
+    prepare_windows(links, &config);
 #endif
     NCCL_CHECK(ncclCommInitRankConfig(&nccl, c.world, id, c.rank, &config));
-    NCCL_CHECK(ncclCommSplit(nccl, 0, c.rank, &l.lanes[0].nccl, nullptr));
+    NCCL_CHECK(ncclCommSplit(nccl, 0, c.rank, &links.reduce_scatter_lane.nccl, nullptr));
 }
+#else
+static void connect_nccl(Communicator&) {}  // why_not() has refused it
 #endif
 
+// Returns why this backend cannot connect n ranks of this machine on such devices; "": it can.
 std::string why_not(const std::string& backend, Device device, int n, int gpus) {
     if (device == CUDA && cuda_devices() == 0) { return "no GPU here"; }
     if (backend == "gloo" && device == CUDA) { return "Gloo works on CPUs only"; }
@@ -402,12 +479,14 @@ std::string why_not(const std::string& backend, Device device, int n, int gpus) 
     return "";
 }
 
-// How many ranks this machine has, and which of them we are.
+// Sets how many ranks this machine has, and how many GPUs these see together. Returns which of its
+// ranks we are.
 static int find_local_ranks(Communicator& c) {
     std::string here;
     std::ifstream("/proc/sys/kernel/random/boot_id") >> here;
     std::error_code ignored;  // a container with a network of its own is another machine
     here += std::filesystem::read_symlink("/proc/self/ns/net", ignored).string();
+
     const std::vector<std::string> machines = gather_text(c, here), ids = gather_text(c, gpu_ids());
     std::set<std::string> gpus;
     for (int r = 0; r < c.world; r++) {
@@ -419,82 +498,87 @@ static int find_local_ranks(Communicator& c) {
     return (int)std::count(machines.begin(), machines.begin() + c.rank, here);
 }
 
-// By default NCCL where every rank of rank 0's machine has a GPU; else Gloo, on the CPU.
+// Sets c.backend and context.device by the two options; rank 0's backend is everyone's. "auto" is
+// NCCL where every rank of rank 0's machine has a GPU, else Gloo, on the CPU.
 static void choose_device_and_backend(Communicator& c, const std::string& device,
                                       const std::string& backend, int gpu) {
     const std::string why = why_not("nccl", CUDA, c.local_world, c.local_gpus);
-    const bool by_default = device == "cuda" || (device == "auto" && why.empty());
-    c.backend = gather_text(c, backend != "auto" ? backend : by_default ? "nccl" : "gloo")[0];
+    const bool gpus_do = device == "cuda" || (device == "auto" && why.empty());
+    const std::string by_default = gpus_do ? "nccl" : "gloo";
+    c.backend = gather_text(c, backend == "auto" ? by_default : backend)[0];
+
     const bool nccl = c.backend == "nccl";
     if (c.rank == 0 && device == "auto" && !nccl && !why.empty()) {
         note("took gloo, on the CPU, where steps have the sizes of --quick (%s)", why.c_str());
     }
-    context.device = choose_device(device != "auto" ? device : nccl ? "cuda" : "cpu", gpu);
+    const std::string backends_own = nccl ? "cuda" : "cpu";
+    context.device = choose_device(device == "auto" ? backends_own : device, gpu);
     const std::string not_so = why_not(c.backend, context.device, c.local_world, c.local_gpus);
     if (!not_so.empty()) { fail("backend %s: %s", c.backend.c_str(), not_so.c_str()); }
 }
 
+// Connects this rank, which knows its number and its folder only, with the others.
 static void connect_ranks(Communicator& c, const std::string& device, const std::string& backend) {
-    Links& l = *c.links;
+    Links& links = *c.links;
     const int local_rank = find_local_ranks(c), gpus = cuda_devices();
-    const int gpu = gpus > 0 ? local_rank % gpus : 0;
-    choose_device_and_backend(c, device, backend, gpu);
-#ifdef WITH_NCCL
-    l.device = gpu;
-#endif
-    l.watchdog = std::thread([&l] { watch(l); });
-#ifdef WITH_NCCL
-    if (c.backend == "nccl") { connect_nccl(c); }
-#endif
-#ifdef HAVE_GLOO
-    if (c.backend == "gloo") { connect_gloo(c); }
-#endif
-    l.barrier_token = zeros({1}, F32, WORKSPACE);
+    links.gpu = gpus > 0 ? local_rank % gpus : 0;
+    choose_device_and_backend(c, device, backend, links.gpu);
+    links.watchdog = std::thread([&links] { watch(links); });
+    if (c.backend == "nccl") {
+        connect_nccl(c);
+    } else {
+        connect_gloo(c);
+    }
+    links.barrier_token = zeros({1}, F32, WORKSPACE);
     barrier(c);
 }
 
+// Ends the threads and connections of this rank when no other one needs them any more. The last
+// rank removes the folder, since the others have yet to read from it.
 static void disconnect_ranks(Communicator& c) {
-    Links& l = *c.links;
+    Links& links = *c.links;
     free_shared(c);
     gather_text(c, "");  // nobody still waits for a part of ours
     {
-        std::lock_guard<std::mutex> lock(l.mutex);
-        l.stopping = true;
-        l.changed.notify_all();
+        std::lock_guard<std::mutex> lock(links.mutex);
+        links.stopping = true;
+        links.changed.notify_all();
     }
-    l.watchdog.join();
+    links.watchdog.join();
 #ifdef HAVE_GLOO
-    if (l.worker.joinable()) { l.worker.join(); }
-    l.gloo.reset();
+    if (links.worker.joinable()) { links.worker.join(); }
+    links.gloo.reset();
 #endif
 #ifdef WITH_NCCL
-    l.under_way.clear();
-    for (auto& lane : l.lanes) {
-        if (lane.nccl) { NCCL_CHECK(ncclCommDestroy(lane.nccl)); }
+    links.under_way.clear();
+    for (const Lane* lane : {&links.reduce_scatter_lane, &links.lane}) {
+        if (lane->nccl) { NCCL_CHECK(ncclCommDestroy(lane->nccl)); }
     }
 #endif
-    l.barrier_token = Tensor();
-    // The last one removes the folder, since the others have yet to read from it.
-    save_file(strprintf("%s/done.%d", folder_of_ranks.c_str(), c.rank), "");
+    links.barrier_token = Tensor();
+
+    auto done_file = [](int r) { return strprintf("%s/done.%d", folder_of_ranks.c_str(), r); };
+    save_file(done_file(c.rank), "");
     for (int r = 0; r < c.world; r++) {
-        if (access(strprintf("%s/done.%d", folder_of_ranks.c_str(), r).c_str(), F_OK) != 0) {
-            return;
-        }
+        if (access(done_file(r).c_str(), F_OK) != 0) { return; }
     }
     remove_folder_of_ranks();
 }
 
+// Makes this process a rank, calls f and returns 0. If something fails, it ends the process.
 int join_ranks(int world, const std::string& device, const std::string& backend, double timeout_s,
                const std::function<void(const Communicator&)>& f) {
     Communicator c;  // outside, since a failure ends the process while its threads still run
     try {
         const Identity me = identity();
-        c.rank = me.rank, c.world = me.world;
+        c.rank = me.rank;
+        c.world = me.world;
         if (world && world != c.world) {
             usage_error("--nproc: got %d, but the launcher has started %d ranks", world, c.world);
         }
         c.links = std::make_shared<Links>();
-        c.links->rank = c.rank, c.links->world = c.world;
+        c.links->rank = c.rank;
+        c.links->world = c.world;
         patience_s = timeout_s;
         make_folder_of_ranks(me);
         connect_ranks(c, device, backend);
@@ -508,30 +592,33 @@ int join_ranks(int world, const std::string& device, const std::string& backend,
 }
 
 // -------------------------------------------------------------------------------------------------
-// The collectives. Each is started, and finished by wait().
+// The collectives. start() hands one to Gloo or NCCL and returns at once; wait() ends when it is
+// done. All ranks start the same ones in the same order.
 
 struct Collective {
     enum Kind { ALL_REDUCE, BROADCAST, REDUCE_SCATTER, ALL_GATHER } kind;
-    Tensor t;
+    Tensor tensor;
     Reduction how = SUM;
     int root = 0;     // of a broadcast
-    Tensor own = {};  // see reduce_scatter
+    Tensor own = {};  // reduce_scatter's and all_gather's
     bool beside = false;
 };
 
 static size_t bytes_of(const Tensor& t) { return t.size() * size_of(t.dtype); }
 
-// -------------------------------------------------------------------------------------------------
-// Gloo: one worker thread takes the collectives in order, which is the same on every rank; each has
-// its own tag.
-
 #ifdef HAVE_GLOO
+// Gloo: the worker runs the collectives in the order of their starts. A collective's number is its
+// tag, so that no rank takes one's messages for another's.
+
 template <class T>
 static void add_into(void* to, const void* a, const void* b, size_t n) {
     for (size_t i = 0; i < n; i++) { ((T*)to)[i] = ((const T*)a)[i] + ((const T*)b)[i]; }
 }
-static void gloo_all_reduce(Links& l, const Tensor& t, uint32_t tag, Reduction how) {
-    gloo::AllreduceOptions options(l.gloo);
+
+// Replaces t on every rank by the sum, or the average, over ranks. In a ring each of `world` parts
+// goes round twice: once it is summed up, once it is handed out.
+static void gloo_all_reduce(Links& links, const Tensor& t, uint32_t tag, Reduction how) {
+    gloo::AllreduceOptions options(links.gloo);
     options.setTag(tag);
     options.setAlgorithm(gloo::AllreduceOptions::Algorithm::RING);
     with_type(t.dtype, [&](auto zero) {
@@ -540,119 +627,138 @@ static void gloo_all_reduce(Links& l, const Tensor& t, uint32_t tag, Reduction h
         options.setOutput(data, (size_t)t.size());
         options.setReduceFunction(add_into<T>);
         gloo::allreduce(options);
-        const Wide<T> scale = how == AVERAGE ? 1.0f / l.world : 1;
+        const Wide<T> scale = how == AVERAGE ? 1.0f / links.world : 1;
         for (int64_t i = 0; i < t.size(); i++) { data[i] = data[i] * scale; }
     });
 }
-static void run_on_gloo(Links& l, const Collective& x, uint32_t tag) {
-    const size_t bytes = bytes_of(x.t), part = bytes / l.world;
+
+// Runs a collective to its end, in the worker.
+static void run_on_gloo(Links& links, const Collective& x, uint32_t tag) {
+    const Tensor& t = x.tensor;
+    const size_t bytes = bytes_of(t), part = bytes / links.world;
     if (x.kind == Collective::BROADCAST) {
-        gloo::BroadcastOptions options(l.gloo);
+        gloo::BroadcastOptions options(links.gloo);
         options.setTag(tag);
         options.setRoot(x.root);
-        options.setOutput(x.t.data, bytes);
+        options.setOutput(t.data, bytes);
         gloo::broadcast(options);
     } else if (x.kind == Collective::ALL_GATHER) {
-        if (x.own) { memcpy(x.t.data + l.rank * part, x.own.data, part); }
-        gloo::AllgatherOptions options(l.gloo);
+        if (x.own) { memcpy(t.data + links.rank * part, x.own.data, part); }
+        gloo::AllgatherOptions options(links.gloo);
         options.setTag(tag);
-        options.setOutput(x.t.data, bytes);  // in place: no input
+        options.setOutput(t.data, bytes);  // in place: no input
         gloo::allgather(options);
     } else {
-        // Gloo's own reduce-scatter spoils its connections for what comes after
-        gloo_all_reduce(l, x.t, tag, x.how);
-        if (x.own) { memcpy(x.own.data, x.t.data + l.rank * part, part); }
+        // Gloo's own reduce-scatter spoils its connections for what comes after.
+        gloo_all_reduce(links, t, tag, x.how);
+        if (x.own) { memcpy(x.own.data, t.data + links.rank * part, part); }
     }
 }
 
-static void start_on_gloo(Links& l, const WorkPtr& work, Collective x) {
-    auto job = [&l, work, x]() mutable {
+// Appends a collective to the worker's jobs.
+static void start_on_gloo(Links& links, const WorkPtr& work, Collective x) {
+    auto job = [&links, work, x]() mutable {
         Range range(work->what);
         work->begin = {now_ms(), nullptr};
         std::string error;
         try {
-            run_on_gloo(l, x, work->number);
+            run_on_gloo(links, x, work->number);
         } catch (const std::exception& e) { error = first_line(e); }
-        x.t = x.own = Tensor();  // who waits may count on their memory
-        std::lock_guard<std::mutex> lock(l.mutex);
+        // Whoever waits may count on it that this thread holds none of its memory any more.
+        x.tensor = x.own = Tensor();
+
+        std::lock_guard<std::mutex> lock(links.mutex);
         work->end = {now_ms(), nullptr};
         work->error = error;
         work->finished = true;
-        l.changed.notify_all();
+        links.changed.notify_all();
     };
-    std::lock_guard<std::mutex> lock(l.mutex);
-    l.under_way.push_back(work);
-    l.jobs.push_back(job);
-    l.changed.notify_all();
+    std::lock_guard<std::mutex> lock(links.mutex);
+    links.under_way.push_back(work);
+    links.jobs.push_back(job);
+    links.changed.notify_all();
 }
 #else
 static void start_on_gloo(Links&, const WorkPtr&, const Collective&) {}
 #endif
 
-// -------------------------------------------------------------------------------------------------
-// NCCL runs on streams of its own. They wait by an event for the compute stream before each
-// collective, and it waits for them afterwards. The host waits for neither. Gathers run beside
-// reduce-scatters: these have their own communicator.
-
 #ifdef WITH_NCCL
+// NCCL: a collective is a kernel in a lane's stream. That stream waits by an event until the
+// compute stream has made the tensor, and wait() makes the compute stream wait for the collective's
+// end. The host waits for neither.
+
 static ncclDataType_t nccl_type(DType t) {
     if (t != F32 && t != BF16) {
         fail("NCCL: %s tensors are not for collectives here", name_of(t));
     }
     return t == F32 ? ncclFloat32 : ncclBfloat16;
 }
-// When `ready` is reached. Returns begin and end.
-static std::pair<Mark, Mark> enqueue(Links& l, const Collective& x, const Mark& ready) {
-    const auto [nccl, stream] = l.lanes[x.kind != Collective::REDUCE_SCATTER];
-    const size_t n = x.t.size(), bytes = bytes_of(x.t), part = bytes / l.world;
-    char *data = x.t.data, *own = x.own ? x.own.data : data + l.rank * part;
+
+// Queues a collective behind `ready`, a mark of any stream, and sets the marks of its work.
+static void enqueue(Links& links, Work& work, const Collective& x, const Mark& ready) {
+    const bool is_scatter = x.kind == Collective::REDUCE_SCATTER;
+    const auto [nccl, stream] = is_scatter ? links.reduce_scatter_lane : links.lane;
+    const Tensor& t = x.tensor;
+    const size_t n = t.size(), bytes = bytes_of(t), part = bytes / links.world;
+    char* data = t.data;
+    char* own = x.own ? x.own.data : data + links.rank * part;
     const ncclRedOp_t op = x.how == AVERAGE ? ncclAvg : ncclSum;
+
     await(stream, ready);
-    const Mark begin = mark_on(stream);
+    work.begin = mark_on(stream);
     if (x.kind == Collective::ALL_REDUCE) {
-        NCCL_CHECK(ncclAllReduce(data, data, n, nccl_type(x.t.dtype), op, nccl, stream));
+        NCCL_CHECK(ncclAllReduce(data, data, n, nccl_type(t.dtype), op, nccl, stream));
     } else if (x.kind == Collective::BROADCAST) {
         NCCL_CHECK(ncclBroadcast(data, data, bytes, ncclInt8, x.root, nccl, stream));
-    } else if (x.kind == Collective::REDUCE_SCATTER) {
-        NCCL_CHECK(
-            ncclReduceScatter(data, own, n / l.world, nccl_type(x.t.dtype), op, nccl, stream));
+    } else if (is_scatter) {
+        const size_t part_n = n / links.world;
+        NCCL_CHECK(ncclReduceScatter(data, own, part_n, nccl_type(t.dtype), op, nccl, stream));
     } else {
         NCCL_CHECK(ncclAllGather(own, data, part, ncclInt8, nccl, stream));
     }
-    return {begin, mark_on(stream)};
+    work.end = mark_on(stream);
 }
-static void start_on_nccl(Links& l, const WorkPtr& work, const Collective& x) {
+
+// Queues a collective behind what the compute stream has been given. An all-reduce in a window runs
+// as two, if the caller has products beside it: see the last section.
+static void start_on_nccl(Links& links, const WorkPtr& work, const Collective& x) {
     Range range(work->what);
-    bool apart = false;
-#ifdef WITH_WINDOWS
-    apart = x.beside && x.t.size() % l.world == 0 && lies_in_window(l, x.t);
-#endif
-    if (apart) {
-        const auto [begin, scattered] =
-            enqueue(l, {Collective::REDUCE_SCATTER, x.t, x.how}, mark());
-        work->begin = begin,
-        work->end = enqueue(l, {Collective::ALL_GATHER, x.t}, scattered).second;
+    if (x.beside && x.tensor.size() % links.world == 0 && links.windows &&
+        x.tensor.memory->places == links.windows) {
+        enqueue(links, *work, {Collective::REDUCE_SCATTER, x.tensor, x.how}, mark());
+        const Mark begin = work->begin, scattered = work->end;
+        enqueue(links, *work, {Collective::ALL_GATHER, x.tensor}, scattered);
+        work->begin = begin;
     } else {
-        std::tie(work->begin, work->end) = enqueue(l, x, mark());
+        enqueue(links, *work, x, mark());
     }
-    std::lock_guard<std::mutex> lock(l.mutex);
-    l.under_way.push_back(work);
+    std::lock_guard<std::mutex> lock(links.mutex);
+    links.under_way.push_back(work);
 }
 #else
 static void start_on_nccl(Links&, const WorkPtr&, const Collective&) {}
 #endif
 
+// Starts a collective. Returns what wait() takes; null on META, where nothing runs.
 static WorkPtr start(const Communicator& c, const Collective& x) {
     static const char* const names[] = {"all-reduce", "broadcast", "reduce-scatter", "all-gather"};
-    if (x.kind >= Collective::REDUCE_SCATTER && x.t.size() % c.world != 0) {
-        fail("%s: %ld elements are not %d equal parts", names[x.kind], (long)x.t.size(), c.world);
+    if (x.kind >= Collective::REDUCE_SCATTER && x.tensor.size() % c.world != 0) {
+        fail("%s: %ld elements are not %d equal parts", names[x.kind], (long)x.tensor.size(),
+             c.world);
     }
-    if (x.t.device() == META) { return nullptr; }
-    Links& l = *c.links;
+    if (x.tensor.device() == META) { return nullptr; }
+
+    Links& links = *c.links;
     auto work = std::make_shared<Work>();
-    work->what = names[x.kind], work->number = l.collectives++, work->bytes = bytes_of(x.t),
+    work->what = names[x.kind];
+    work->number = links.collectives++;
+    work->bytes = bytes_of(x.tensor);
     work->started_ms = now_ms();
-    c.backend == "nccl" ? start_on_nccl(l, work, x) : start_on_gloo(l, work, x);
+    if (c.backend == "nccl") {
+        start_on_nccl(links, work, x);
+    } else {
+        start_on_gloo(links, work, x);
+    }
     return work;
 }
 WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction how, bool beside) {
@@ -668,18 +774,25 @@ WorkPtr all_gather(const Communicator& c, const Tensor& t, const Tensor& own) {
     return start(c, {Collective::ALL_GATHER, t, SUM, 0, own});
 }
 
+// Waits until a collective, and what run_behind has put behind it, is done. NCCL: the compute
+// stream waits. Gloo: the host does, and a collective's error is thrown here.
 void wait(const Communicator& c, const WorkPtr& work) {
     if (!work) { return; }
-    Links& l = *c.links;
+    Links& links = *c.links;
 #ifdef WITH_NCCL
-    if (c.backend == "nccl") { return await(stream(), work->done.event ? work->done : work->end); }
+    if (c.backend == "nccl") {
+        await(stream(), work->done.event ? work->done : work->end);
+        return;
+    }
 #endif
-    std::unique_lock<std::mutex> lock(l.mutex);
-    l.changed.wait(lock, [&] { return work->finished; });
+    std::unique_lock<std::mutex> lock(links.mutex);
+    links.changed.wait(lock, [&] { return work->finished; });
     if (!work->error.empty()) { fail("%s: Gloo: %s", work->what, work->error.c_str()); }
     lock.unlock();
     if (auto f = std::exchange(work->behind, nullptr)) { f(); }
 }
+
+// An all-reduce ends nowhere before it has begun everywhere.
 void barrier(const Communicator& c) {
     synchronize();
     wait(c, all_reduce(c, c.links->barrier_token, SUM));
@@ -687,19 +800,28 @@ void barrier(const Communicator& c) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// What only serves speed.
+// What only serves speed. No result depends on it:
+//   two lanes   reduce-scatters have a communicator and a stream of their own, so that FSDP's
+//               gathers run beside them
+//   windows     memory that all ranks have registered with NCCL: copy engines then move what is
+//               gathered, and the multiprocessors are left to products. An all-reduce that is a
+//               scatter and a gather gains by that for its second half.
+//   run_behind  AdamW on a part whose gradient has just been reduced, in the room that other
+//               kernels leave
 
 #ifdef WITH_WINDOWS
-// NCCL's symmetric windows. All ranks open one together, or close it.
+// NCCL's symmetric windows, as places for buffers. All ranks open one together, or close it.
 struct Windows : Places {
     struct Window {
         void* data;
         ncclWindow_t handle;
         bool in_use;
     };
-    const ncclComm_t& nccl;
+    const ncclComm_t& nccl;  // a reference, since the communicator is made later
     std::vector<Window> windows;
     explicit Windows(const ncclComm_t& nccl) : nccl(nccl) { counted = true; }
+
+    // Opens a window of so many bytes for a new buffer.
     size_t take(size_t bytes, void** at) override {
         Window w{nullptr, nullptr, true};
         give_back_cached_memory();  // our pool's is not NCCL's
@@ -710,6 +832,8 @@ struct Windows : Places {
         return windows.size() - 1;
     }
     void give(size_t number) override { windows[number].in_use = false; }
+
+    // Closes the windows whose buffers are gone, and frees their memory.
     void close_unused() {
         for (Window& w : windows) {
             if (w.in_use || !w.data) { continue; }
@@ -719,35 +843,41 @@ struct Windows : Places {
         }
     }
 };
-static void open_windows(Links& l) { l.windows = std::make_shared<Windows>(l.lanes[1].nccl); }
-static bool lies_in_window(const Links& l, const Tensor& t) {
-    return t.memory->places == l.windows;
+
+static void prepare_windows(Links& links, ncclConfig_t* config) {
+    config->CTAPolicy = NCCL_CTA_POLICY_ZERO;  // copy engines, wherever they can do it
+    links.windows = std::make_shared<Windows>(links.lane.nccl);
 }
 #endif
-void allocate_shared([[maybe_unused]] const Communicator& c, const std::function<void()>& f) {
-#ifdef WITH_WINDOWS
+
+void allocate_shared(const Communicator& c, const std::function<void()>& f) {
     if (context.device == CUDA && c.links && c.links->windows) {
-        return allocate_in(c.links->windows, f);
+        allocate_in(c.links->windows, f);
+    } else {
+        f();
     }
-#endif
-    f();
 }
 void free_shared([[maybe_unused]] const Communicator& c) {
 #ifdef WITH_WINDOWS
     if (!c.links || !c.links->windows) { return; }
     barrier(c);
-    c.links->windows->close_unused();
+    ((Windows&)*c.links->windows).close_unused();
 #endif
 }
 
+// Runs f behind a collective: with NCCL in a stream of the lowest priority, with Gloo in wait().
 void run_behind([[maybe_unused]] const Communicator& c, const WorkPtr& work,
                 const std::function<void()>& f) {
-    if (!work) { return f(); }  // META
+    if (!work) {  // META
+        f();
+        return;
+    }
 #ifdef WITH_NCCL
-    if (Links& l = *c.links; c.backend == "nccl") {
-        await(l.behind, work->end);
-        with_stream(l.behind, f);
-        work->done = mark_on(l.behind);
+    if (c.backend == "nccl") {
+        const cudaStream_t behind = c.links->behind;
+        await(behind, work->end);
+        with_stream(behind, f);
+        work->done = mark_on(behind);
         return;
     }
 #endif
