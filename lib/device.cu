@@ -134,11 +134,6 @@ Precision precision_from(const std::string& name) {
     return (Precision)(std::find(PRECISIONS, std::end(PRECISIONS), name) - PRECISIONS);
 }
 
-// -------------------------------------------------------------------------------------------------
-// Where things run
-
-Context context;
-
 // What stands in folder/name behind `before`, which begins with a line's end, up to the next one;
 // "": nothing. Without the heap, where its buffer could break up a large block that was freed and
 // is about to come again.
@@ -152,6 +147,11 @@ static std::string text_in(const char* folder, const char* name, const char* bef
     const char* found = strstr(text, before);
     return found ? std::string(found + strlen(before), strcspn(found + strlen(before), "\n")) : "";
 }
+
+// -------------------------------------------------------------------------------------------------
+// Where things run
+
+Context context;
 
 int cuda_devices(std::string* why) {
     static std::string reason;
@@ -223,6 +223,30 @@ void synchronize() {
 
 int cpu_threads() { return omp_get_max_threads(); }
 
+std::string device_description() {
+#ifdef __CUDACC__
+    if (context.device == CUDA) {  // the runtime only knows which CUDA the driver is made for;
+                                   // "580.95.05" stands here
+        std::istringstream words(text_in("/proc/driver/nvidia", "version", "\nNVRM version:"));
+        std::string version;
+        while (words >> version && !isdigit(version[0])) {}
+        return strprintf("%s, driver %s, CUDA %d.%d, %.0f GB", card().name,
+                         words ? version.c_str() : "unknown", CUDART_VERSION / 1000,
+                         CUDART_VERSION % 1000 / 10, 1e-9 * card().totalGlobalMem);
+    }
+#endif
+    if (context.device == META) { return "meta (nothing is computed)"; }
+    const std::string name = text_in("/proc", "cpuinfo", "\nmodel name\t: ");
+    std::string text = (name.empty() ? "CPU" : name) + ", " + counted(cpu_threads(), "thread");
+#ifdef HAVE_OPENBLAS
+    text += strprintf(", OpenBLAS %s", openblas_get_corename());
+#endif
+    return text;
+}
+
+// -------------------------------------------------------------------------------------------------
+// Strange machines
+
 // Whether whoever started us ignores SIGHUP, as nohup does. It is asked before the shared libraries
 // start, since one of them (UCX, behind some builds of Gloo) takes that signal.
 static bool ignores_hangup;
@@ -256,30 +280,6 @@ void choose_cpu_settings(char** argv) {
     if (core) { setenv("OPENBLAS_CORETYPE", core, 0); }
     execv("/proc/self/exe", argv);
 }
-
-std::string device_description() {
-#ifdef __CUDACC__
-    if (context.device == CUDA) {  // the runtime only knows which CUDA the driver is made for;
-                                   // "580.95.05" stands here
-        std::istringstream words(text_in("/proc/driver/nvidia", "version", "\nNVRM version:"));
-        std::string version;
-        while (words >> version && !isdigit(version[0])) {}
-        return strprintf("%s, driver %s, CUDA %d.%d, %.0f GB", card().name,
-                         words ? version.c_str() : "unknown", CUDART_VERSION / 1000,
-                         CUDART_VERSION % 1000 / 10, 1e-9 * card().totalGlobalMem);
-    }
-#endif
-    if (context.device == META) { return "meta (nothing is computed)"; }
-    const std::string name = text_in("/proc", "cpuinfo", "\nmodel name\t: ");
-    std::string text = (name.empty() ? "CPU" : name) + ", " + counted(cpu_threads(), "thread");
-#ifdef HAVE_OPENBLAS
-    text += strprintf(", OpenBLAS %s", openblas_get_corename());
-#endif
-    return text;
-}
-
-// -------------------------------------------------------------------------------------------------
-// Memory: the raw blocks
 
 static size_t number_in(const char* folder, const char* name, const char* before) {
     const std::string text = text_in(folder, name, before);
@@ -324,6 +324,9 @@ size_t system_memory(const char* group) {
     }
     return left;
 }
+
+// -------------------------------------------------------------------------------------------------
+// Memory: the raw blocks
 
 #ifdef __CUDACC__
 static cudaMemPool_t memory_pool() {
