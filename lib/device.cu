@@ -1,5 +1,8 @@
-// lib/device.cu: the instruments that every other file uses: errors, devices, memory, time,
-// signals, files.
+// lib/device.cu: the instruments that every other file uses. lib.h says what each one is for. Here
+// are, in this order: texts and errors; where things run; strange machines (containers, limits, a
+// library's whims), which a first reader skips; memory, as raw blocks and then as books; time;
+// lines on stderr; files; this program, started anew. Read the books of memory and the time first:
+// every table's numbers come from them.
 #include "gpu.h"
 
 #include <atomic>
@@ -22,20 +25,23 @@ extern "C" char* openblas_get_corename(void);
 #define CS336_COMMIT "unknown"
 #endif
 
-// f, while the variable has this value.
+// Runs f while the variable has this value, and gives the old value back, also where f throws.
 template <class T>
 static void run_with(T& variable, T value, const std::function<void()>& f) {
-    struct Guard {
-        T &variable, before;
-        ~Guard() { variable = before; }
-    } guard{variable, variable};
+    std::swap(variable, value);
+    try {
+        f();
+    } catch (...) {
+        variable = value;
+        throw;
+    }
     variable = value;
-    f();
 }
 
 // -------------------------------------------------------------------------------------------------
-// Errors
+// Texts and errors
 
+// Returns what vsnprintf makes of its arguments, whose length it asks first.
 std::string vstrprintf(const char* format, va_list arguments) {
     va_list again;
     va_copy(again, arguments);
@@ -45,7 +51,8 @@ std::string vstrprintf(const char* format, va_list arguments) {
     return text;
 }
 
-// What `format` says of the arguments behind it, within a function that takes `...`.
+// The text that the format and the arguments of a function with `...` make. It is a macro, since
+// va_start has to stand in that function itself: a function that it called would start its own.
 #define FORMATTED(format)                                   \
     ({                                                      \
         va_list arguments_;                                 \
@@ -62,15 +69,12 @@ std::string counted(const std::string& n, const std::string& what) {
     return n + " " + what + (n == "1" ? "" : "s");
 }
 std::string list_of(const std::vector<std::string>& items) {
-    std::string list;
-    for (size_t i = 0; i < items.size(); i++) {
-        list += (i == 0 ? "" : i + 1 == items.size() ? " and " : ", ") + items[i];
-    }
-    return list;
+    if (items.size() < 2) { return join(items, ""); }
+    return join({items.begin(), items.end() - 1}, ", ") + " and " + items.back();
 }
 std::string join(const std::vector<std::string>& items, const char* between) {
     std::string all;
-    for (const std::string& item : items) { all += (&item == &items[0] ? "" : between) + item; }
+    for (size_t i = 0; i < items.size(); i++) { all += (i == 0 ? "" : between) + items[i]; }
     return all;
 }
 
@@ -83,12 +87,13 @@ std::string one_line(const std::string& text) {
 }
 
 #ifdef __CUDACC__
+// Returns the current card's properties; without a card those of an H100 that META needs to plan.
 static const cudaDeviceProp& card() {
     static const cudaDeviceProp properties = [] {
         int device;
         cudaDeviceProp p{};
-        // an H100's, where META plans for a GPU and none is here
-        p.multiProcessorCount = 132, p.major = 9;
+        p.multiProcessorCount = 132;
+        p.major = 9;
         if (cuda_devices() > 0) {
             CUDA_CHECK(cudaGetDevice(&device));
             CUDA_CHECK(cudaGetDeviceProperties(&p, device));
@@ -100,9 +105,10 @@ static const cudaDeviceProp& card() {
 int multiprocessors() { return card().multiProcessorCount; }
 int compute_capability() { return 10 * card().major + card().minor; }
 
+// Throws what went wrong with this call; a build for other cards gets a hint.
 void cuda_check(cudaError_t error, const char* call, const char* file, int line) {
     if (error == cudaSuccess) { return; }
-    cudaGetLastError();  // or the next LAUNCH_CHECK would report this error again, as its own
+    cudaGetLastError();  // takes the error away: the next LAUNCH_CHECK would report it as its own
     std::string what = strprintf("%s:%d: %s: %s", file, line, call, cudaGetErrorString(error));
     if (error == cudaErrorMemoryAllocation) { throw OutOfMemory(0, what); }
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
@@ -134,18 +140,23 @@ Precision precision_from(const std::string& name) {
     return (Precision)(std::find(PRECISIONS, std::end(PRECISIONS), name) - PRECISIONS);
 }
 
-// What stands in folder/name behind `before`, which begins with a line's end, up to the next one;
-// "": nothing. Without the heap, where its buffer could break up a large block that was freed and
-// is about to come again.
+// Returns what follows `before` in the file folder/name, up to the line's end; "": nothing.
+// A line's beginning is "\n" in `before`. The file is not read into the heap: allocate() comes
+// here, and a buffer there could break up a large block that was freed and is about to be asked for
+// again.
 static std::string text_in(const char* folder, const char* name, const char* before) {
     char path[512], text[1 << 14] = "\n";
     snprintf(path, sizeof path, "%s/%s", folder, name);
     const int file = open(path, O_RDONLY | O_CLOEXEC);
-    const ssize_t n = file < 0 ? 0 : read(file, text + 1, sizeof text - 2);
-    if (file >= 0) { close(file); }
+    if (file < 0) { return ""; }
+    const ssize_t n = read(file, text + 1, sizeof text - 2);
+    close(file);
+
     text[1 + std::max<ssize_t>(n, 0)] = 0;
     const char* found = strstr(text, before);
-    return found ? std::string(found + strlen(before), strcspn(found + strlen(before), "\n")) : "";
+    if (!found) { return ""; }
+    found += strlen(before);
+    return std::string(found, strcspn(found, "\n"));
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -153,15 +164,18 @@ static std::string text_in(const char* folder, const char* name, const char* bef
 
 Context context;
 
+// Returns how many GPUs we see, and why there is none. The driver is asked once: that takes
+// microseconds, and launches want to know.
 int cuda_devices(std::string* why) {
     static std::string reason;
-    static const int devices = [] {  // asked once: it takes microseconds, and launches want to know
+    static const int devices = [] {
         int n = 0;
 #ifdef __CUDACC__
         cudaError_t error = cudaGetDeviceCount(&n);
         if (error != cudaSuccess) {
             cudaGetLastError();
-            n = 0, reason = cudaGetErrorString(error);
+            n = 0;
+            reason = cudaGetErrorString(error);
         }
 #else
         reason = "this build is for the CPU only";
@@ -173,18 +187,7 @@ int cuda_devices(std::string* why) {
     return devices;
 }
 
-std::string gpu_ids() {
-    std::string ids;
-#ifdef __CUDACC__
-    for (int i = 0; i < cuda_devices(); i++) {
-        char id[32] = " ";
-        CUDA_CHECK(cudaDeviceGetPCIBusId(id + 1, sizeof id - 1, i));
-        ids += id;
-    }
-#endif
-    return ids;
-}
-
+// Returns the device that the option asks for. `gpu` becomes the process's card, if it is usable.
 Device choose_device(const std::string& want, [[maybe_unused]] int gpu) {
     if (want == "cpu") { return CPU; }
     std::string why;
@@ -200,17 +203,20 @@ Device choose_device(const std::string& want, [[maybe_unused]] int gpu) {
 }
 
 #ifdef __CUDACC__
-static thread_local cudaStream_t other = nullptr;
+static thread_local cudaStream_t other = nullptr;  // with_stream's
+
+// Returns the stream in which this thread launches. The compute stream's priority lies between that
+// of collectives, which come first, and that of what run_behind runs.
 cudaStream_t stream() {
-    static const cudaStream_t s = [] {
+    static const cudaStream_t compute = [] {
         cudaStream_t created;
-        int least, greatest;  // collectives come first, then this stream, then what run_behind runs
+        int least, greatest;
         CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
         CUDA_CHECK(
             cudaStreamCreateWithPriority(&created, cudaStreamNonBlocking, (least + greatest) / 2));
         return created;
     }();
-    return other ? other : s;
+    return other ? other : compute;
 }
 void with_stream(cudaStream_t s, const std::function<void()>& f) { run_with(other, s, f); }
 #endif
@@ -223,10 +229,12 @@ void synchronize() {
 
 int cpu_threads() { return omp_get_max_threads(); }
 
+// Returns what a caption says of context.device: the card with its driver, or the CPU.
 std::string device_description() {
 #ifdef __CUDACC__
-    if (context.device == CUDA) {  // the runtime only knows which CUDA the driver is made for;
-                                   // "580.95.05" stands here
+    if (context.device == CUDA) {
+        // The runtime only knows which CUDA the driver is made for. Its version, as 580.95.05, is
+        // the first word with a digit in this line.
         std::istringstream words(text_in("/proc/driver/nvidia", "version", "\nNVRM version:"));
         std::string version;
         while (words >> version && !isdigit(version[0])) {}
@@ -245,10 +253,61 @@ std::string device_description() {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Strange machines
+// Strange machines: containers and limits that leave less memory than the machine has, libraries
+// that have to be told what this CPU is, nohup.
 
-// Whether whoever started us ignores SIGHUP, as nohup does. It is asked before the shared libraries
-// start, since one of them (UCX, behind some builds of Gloo) takes that signal.
+// Returns the number that text_in finds there; SIZE_MAX: there is none, so no limit.
+static size_t number_in(const char* folder, const char* name, const char* before) {
+    size_t number = SIZE_MAX;
+    sscanf(text_in(folder, name, before).c_str(), "%zu", &number);
+    return number;
+}
+
+// Returns the bytes that the control group in this folder and those in the folders above leave to
+// us, without the heap, as text_in; SIZE_MAX: they have no limit. A container's limit is that of
+// such a group.
+static size_t group_memory(const std::string& path) {
+    char group[512];
+    snprintf(group, sizeof group, "%s", path.c_str());
+    size_t left = SIZE_MAX;
+    while (*group) {
+        size_t limit = number_in(group, "memory.max", "\n");
+        size_t used = number_in(group, "memory.current", "\n");
+        // Cached files count as used, but make room.
+        size_t cached = number_in(group, "memory.stat", "\ninactive_file ");
+        if (limit == SIZE_MAX) {  // version 1 has other names
+            limit = number_in(group, "memory.limit_in_bytes", "\n");
+            used = number_in(group, "memory.usage_in_bytes", "\n");
+            cached = number_in(group, "memory.stat", "\ntotal_inactive_file ");
+        }
+        if (limit < SIZE_MAX) { left = std::min(left, std::max(limit + cached, used) - used); }
+        *strrchr(group, '/') = '\0';  // on to the folder above
+    }
+    return left;
+}
+
+// Returns the least of what Linux has available, what our control groups leave, and what `ulimit
+// -v` leaves. `group`: this group's folder instead of ours, for tests.
+size_t system_memory(const char* group) {
+    // In a container the folder may not be there, but one above it.
+    static const std::string own = "/sys/fs/cgroup" + text_in("/proc/self", "cgroup", "\n0::");
+    static const std::string own_v1 =
+        "/sys/fs/cgroup/memory" + text_in("/proc/self", "cgroup", ":memory:");
+    size_t left = number_in("/proc", "meminfo", "\nMemAvailable:") * 1024;
+    if (group) { return std::min(left, group_memory(group)); }
+    left = std::min({left, group_memory(own), group_memory(own_v1)});
+
+    rlimit space;
+    if (getrlimit(RLIMIT_AS, &space) == 0 && space.rlim_cur != RLIM_INFINITY) {
+        const size_t used = number_in("/proc/self", "status", "\nVmSize:") * 1024;
+        left = std::min(left, std::max<size_t>(space.rlim_cur, used) - used);
+    }
+    return left;
+}
+
+// Whether whoever started us ignores SIGHUP, as nohup does. We ask before the shared libraries
+// start, from .preinit_array, since one of them (UCX, behind some builds of Gloo) takes that
+// signal.
 static bool ignores_hangup;
 static void see_hangup(int, char**, char**) {
     struct sigaction before {};
@@ -258,10 +317,10 @@ static void see_hangup(int, char**, char**) {
 __attribute__((section(".preinit_array"), used)) static void (*const first)(int, char**,
                                                                             char**) = see_hangup;
 
-// Two libraries read the environment only while the program loads, so we set what is unset and
-// start once more. OpenBLAS gives a processor younger than itself the kernels of an old one
-// (Prescott: SSE3), five times too slow. OpenMP's threads spin while they wait: where cores are
-// shared (containers, CI, several ranks) a step was seen to take 4 times as long. OpenBLAS's
+// Sets the variables that two libraries read only while the program loads, and starts the program
+// once more, if one was unset. OpenBLAS gives a processor younger than itself the kernels of an old
+// one (Prescott: SSE3), five times too slow. OpenMP's threads spin while they wait: where cores are
+// shared (containers, CI, several ranks) a step was seen to take 4 times as long. OpenBLAS's own
 // threads, which we do not use, want 128 MiB each, and try for ever where `ulimit -v` leaves less.
 void choose_cpu_settings(char** argv) {
     if (ignores_hangup) { signal(SIGHUP, SIG_IGN); }
@@ -281,59 +340,16 @@ void choose_cpu_settings(char** argv) {
     execv("/proc/self/exe", argv);
 }
 
-static size_t number_in(const char* folder, const char* name, const char* before) {
-    const std::string text = text_in(folder, name, before);
-    return text.find_first_of("0123456789") == std::string::npos
-               ? SIZE_MAX
-               : strtoull(text.c_str(), nullptr, 10);
-}
-// Returns what the control group in this folder and those above it leave, in bytes; SIZE_MAX: they
-// have no limit. Without the heap, as above.
-static size_t group_memory(const std::string& path) {
-    char group[512];
-    snprintf(group, sizeof group, "%s", path.c_str());
-    size_t left = SIZE_MAX;
-    for (; *group; *strrchr(group, '/') = 0) {
-        size_t limit = number_in(group, "memory.max", "\n");
-        size_t used = number_in(group, "memory.current", "\n");
-        // counts as used, but makes room
-        size_t cached = number_in(group, "memory.stat", "\ninactive_file ");
-        // the names of version 1
-        if (limit == SIZE_MAX) {
-            limit = number_in(group, "memory.limit_in_bytes", "\n");
-            used = number_in(group, "memory.usage_in_bytes", "\n");
-            cached = number_in(group, "memory.stat", "\ntotal_inactive_file ");
-        }
-        if (limit < SIZE_MAX) { left = std::min(left, std::max(limit + cached, used) - used); }
-    }
-    return left;
-}
-size_t system_memory(const char* group) {
-    // In a container the folder may not be there, but one above it.
-    static const std::string root = "/sys/fs/cgroup",
-                             own = root + text_in("/proc/self", "cgroup", "\n0::");
-    static const std::string own_v1 =
-        root + "/memory" + text_in("/proc/self", "cgroup", ":memory:");
-    size_t left = number_in("/proc", "meminfo", "\nMemAvailable:") * 1024;
-    if (group) { return std::min(left, group_memory(group)); }
-    left = std::min({left, group_memory(own), group_memory(own_v1)});
-    rlimit space;
-    if (getrlimit(RLIMIT_AS, &space) == 0 && space.rlim_cur != RLIM_INFINITY) {
-        const size_t used = number_in("/proc/self", "status", "\nVmSize:") * 1024;
-        left = std::min(left, std::max<size_t>(space.rlim_cur, used) - used);
-    }
-    return left;
-}
-
 // -------------------------------------------------------------------------------------------------
 // Memory: the raw blocks
 
 #ifdef __CUDACC__
+// Returns the card's pool, told to keep what was freed: by default each synchronize would give
+// unused memory back to the driver.
 static cudaMemPool_t memory_pool() {
     static const cudaMemPool_t pool = [] {
         int device;
         cudaMemPool_t p;
-        // by default each synchronize would give unused memory back
         uint64_t keep_everything = UINT64_MAX;
         CUDA_CHECK(cudaGetDevice(&device));
         CUDA_CHECK(cudaDeviceGetDefaultMemPool(&p, device));
@@ -347,12 +363,13 @@ static cudaMemPool_t memory_pool() {
 void give_back_cached_memory() {
 #ifdef __CUDACC__
     if (cuda_devices() == 0) { return; }
-    // what was freed in stream order is free when the stream gets there
+    // What was freed in stream order is free when the stream gets there.
     CUDA_CHECK(cudaDeviceSynchronize());
     CUDA_CHECK(cudaMemPoolTrimTo(memory_pool(), 0));
 #endif
 }
 
+// Returns the bytes that could be allocated now. What our pool, or malloc, keeps counts, too.
 size_t available_memory(Device d) {
     if (d == META) { return SIZE_MAX; }
 #ifdef __CUDACC__
@@ -366,32 +383,40 @@ size_t available_memory(Device d) {
         return free + (reserved - used);
     }
 #endif
-    malloc_trim(0);  // memory that we freed and malloc kept is available, too
+    malloc_trim(0);  // gives back what malloc keeps
     return system_memory();
 }
 
-// Returns null where there is not enough memory.
+// Returns a block of the CPU's memory; null: there is not enough.
 static void* allocate_cpu(size_t bytes) {
     // Left alone, malloc maps each large block afresh and unmaps it when freed; the kernel then
     // zeroes every page of every activation in every step. So: no mappings, and nothing goes back
-    // before available_memory() asks for it.
-    static const bool tuned = (mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1), true);
-    (void)tuned;
+    // to the system before available_memory() asks for it.
+    static std::once_flag once;
+    std::call_once(once, [] {
+        mallopt(M_MMAP_MAX, 0);
+        mallopt(M_TRIM_THRESHOLD, -1);
+    });
+
     // Linux promises more memory than it has, and kills who touches it. To ask takes 0.2 ms, so we
-    // do once per so many bytes, and want room for as many again.
-    constexpr size_t unasked_bytes = 32 << 20;
-    static std::atomic<size_t> unasked{0};
-    size_t needs = std::max(bytes, bytes + unasked_bytes);  // of SIZE_MAX the sum wraps
-    if (bytes > unasked_bytes || (unasked += bytes) > unasked_bytes) {
+    // do once per 32 MiB, and want room for as many again. available_memory() first makes malloc
+    // give back what it keeps, so it comes second.
+    constexpr size_t slack = 32 << 20;
+    static std::atomic<size_t> unasked{0};  // bytes that were allocated since we asked
+    if (bytes > SIZE_MAX - slack) { return nullptr; }
+    if (bytes > slack || (unasked += bytes) > slack) {
+        const size_t needs = bytes + slack;
         if (needs > system_memory() && needs > available_memory(CPU)) { return nullptr; }
         unasked = 0;
     }
+
     // We align to 64 bytes (an AVX-512 register) ourselves: glibc 2.36's aligned_alloc gives the
     // slack before a block to small requests, and then the freed block is too short for the next
-    // one of its size.
-    char* block = (char*)malloc(bytes + 64);
+    // one of its size. Where malloc's block begins stands right before ours, for free_cpu.
+    constexpr uintptr_t alignment = 64;
+    char* block = (char*)malloc(bytes + alignment);
     if (!block) { return nullptr; }
-    char* data = (char*)(((uintptr_t)block + 64) & ~(uintptr_t)63);
+    char* data = (char*)(((uintptr_t)block + alignment) & ~(alignment - 1));
     ((char**)data)[-1] = block;
     return data;
 }
@@ -399,9 +424,9 @@ static void* allocate_cpu(size_t bytes) {
 static void free_cpu(void* data) { free(((char**)data)[-1]); }
 
 #ifdef __CUDACC__
-// Where the pool holds enough, but in pieces, the driver remaps their pages into one block
-// (measured), but for those that the GPU has yet to free: the second attempt first waits for it and
-// gives unused pages back.
+// Returns a block of the card's pool; null: there is not enough. If the pool holds enough, but in
+// pieces, the driver remaps their pages into one block (measured). It leaves out the pages that the
+// GPU has yet to free: so the second attempt first waits for the GPU and gives unused pages back.
 static void* allocate_cuda(size_t bytes) {
     void* data = nullptr;
     for (int attempt = 0; attempt < 2; attempt++) {
@@ -414,10 +439,11 @@ static void* allocate_cuda(size_t bytes) {
     return nullptr;
 }
 
+// Frees a block when the stream gets here. A destructor calls it, so it must not throw: after a
+// fault, where every call fails, it says so once. Static tensors die after the driver has shut
+// down, which is no error.
 static void free_cuda(void* data) {
     cudaError_t error = cudaFreeAsync(data, stream());
-    // Static tensors die after the driver has shut down, and after a fault every call fails: one
-    // line is enough.
     static bool said = false;
     if (error != cudaSuccess && error != cudaErrorCudartUnloading && !said) {
         said = true;
@@ -430,11 +456,12 @@ static void free_cuda(void*) {}
 #endif
 
 // -------------------------------------------------------------------------------------------------
-// Memory: the books
+// Memory: the books. Each buffer is entered when it comes and when it goes; the peak is kept with
+// each category's share of it.
 
-static MemoryUse uses[3];       // one per device
+static MemoryUse uses[META + 1];  // by device, as what follows
+static std::set<const Memory*> live[META + 1];
 static std::mutex books_mutex;  // the last owner of a buffer may be another thread
-static std::set<const Memory*> live[3];
 
 static std::atomic<bool> logging{false};
 static Device logged_device;
@@ -452,13 +479,18 @@ static void log_event(const Memory* m, double ms, bool is_alloc, std::vector<con
     memory_log.push_back(
         {ms, is_alloc, (uint64_t)m->data, m->bytes, m->category, std::move(ranges), m->at});
 }
+
+// Begins a log with the buffers that are there, at 0 ms; of their ranges only the innermost is
+// known by now.
 void start_memory_log(Device device) {
     std::lock_guard<std::mutex> lock(books_mutex);
     memory_log.clear();
-    logged_device = device, log_start = now_ms();
+    logged_device = device;
+    log_start = now_ms();
     for (const Memory* m : live[device]) {
-        log_event(m, 0, true,
-                  *m->op ? std::vector<const char*>{m->op} : std::vector<const char*>());
+        std::vector<const char*> ranges;
+        if (*m->op) { ranges.push_back(m->op); }
+        log_event(m, 0, true, ranges);
     }
     logging = true;
 }
@@ -478,26 +510,30 @@ void reset_peak(Device device) {
 }
 const MemoryUse& memory_use(Device device) { return uses[device]; }
 
+// Enters a buffer that comes, or one that goes.
 static void book(const Memory* m, bool comes) {
     std::lock_guard<std::mutex> lock(books_mutex);
     if (logging) { log_event(m, now_ms() - log_start, comes, open_ranges()); }
+    MemoryUse& use = uses[m->device];
     if (comes) {
         live[m->device].insert(m);
+        use.now += m->bytes;
+        use.now_by[m->category] += m->bytes;
     } else {
         live[m->device].erase(m);
+        use.now -= m->bytes;
+        use.now_by[m->category] -= m->bytes;
     }
-    MemoryUse& use = uses[m->device];
-    use.now += comes ? m->bytes : -m->bytes;
-    use.now_by[m->category] += comes ? m->bytes : -m->bytes;
     if (use.now > use.peak) { peak_is_now(use); }
 }
 
-static std::shared_ptr<Places> places;  // in use
+static std::shared_ptr<Places> places;  // allocate_in's
 
 void allocate_in(const std::shared_ptr<Places>& use, const std::function<void()>& f) {
     run_with(places, use, f);
 }
 
+// Returns a new buffer, at one of the places in use or else in memory of its own, and books it.
 std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Source at) {
     auto memory = std::make_shared<Memory>();
     memory->device = device;
@@ -506,17 +542,19 @@ std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
     memory->at = at;
     void* place = nullptr;
     if (places && device != CPU && bytes > 0) {
-        // where it throws, there is nothing to give back
         memory->number = places->take(bytes, &place);
-        memory->places = places;
-        memory->placed = place, memory->counted = !place || places->counted;
+        memory->places = places;  // after take(): where that throws, there is nothing to give back
+        memory->placed = place;
     }
+
     if (device == META) {
         // An address to count offsets from, and for a log to tell buffers apart.
         static std::atomic<uint64_t> next{1 << 20};
         memory->data = (void*)next.fetch_add((bytes + 511) / 512 * 512);
+    } else if (place) {
+        memory->data = place;
     } else if (bytes > 0) {
-        memory->data = place ? place : device == CUDA ? allocate_cuda(bytes) : allocate_cpu(bytes);
+        memory->data = device == CUDA ? allocate_cuda(bytes) : allocate_cpu(bytes);
         if (!memory->data) {
             throw OutOfMemory(
                 bytes,
@@ -526,22 +564,26 @@ std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
                     to_gib(available_memory(device))));
         }
     }
+
 #ifdef __CUDACC__
-    // A free does not wait: it is a destructor and must not throw. Its time is early by one
-    // operation at most.
+    // The log's times are the GPU's own, so we wait for it. A free does not: it is a destructor and
+    // must not throw. Its time is early by one operation at most.
     if (logging && device == CUDA) { CUDA_CHECK(cudaStreamSynchronize(stream())); }
 #endif
     memory->bytes = bytes;
-    if (memory->counted) { book(memory.get(), true); }
+    if (!place || places->counted) { book(memory.get(), true); }
     return memory;
 }
 
 Memory::~Memory() {
     if (places) { places->give(number); }
-    if (counted) { book(this, false); }
-    if (data && !placed && device != META) { device == CUDA ? free_cuda(data) : free_cpu(data); }
+    if (!placed || places->counted) { book(this, false); }
+    if (!data || placed) { return; }
+    if (device == CUDA) { free_cuda(data); }
+    if (device == CPU) { free_cpu(data); }
 }
 
+// Copies bytes from one device to another, or on one, and waits for the end; META has none.
 void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes) {
     if (bytes == 0 || to_device == META || from_device == META) { return; }
 #ifdef __CUDACC__
@@ -565,7 +607,9 @@ double now_ms() {
 
 #ifdef __CUDACC__
 static std::mutex events_mutex;
-static std::vector<cudaEvent_t> spare_events;  // creating one costs as much as a launch
+static std::vector<cudaEvent_t> spare_events;
+
+// Returns an event that goes back to the spare ones: creating one costs as much as a launch.
 static std::shared_ptr<void> new_event() {
     std::lock_guard<std::mutex> lock(events_mutex);
     cudaEvent_t event;
@@ -594,6 +638,7 @@ Mark mark() {
     return {now_ms(), nullptr};
 }
 
+// Returns the ms from origin to m: between two of the GPU's marks by its clock, else by the host's.
 double ms_of(const Mark& m, const Mark& origin) {
 #ifdef __CUDACC__
     if (m.event && origin.event) {
@@ -606,6 +651,7 @@ double ms_of(const Mark& m, const Mark& origin) {
     return m.ms - origin.ms;
 }
 
+// Returns mean, standard deviation (of the sample: n - 1), median, least and largest.
 Stats stats_of(std::vector<double> values) {
     std::sort(values.begin(), values.end());
     int n = values.size();
@@ -620,6 +666,8 @@ Stats stats_of(std::vector<double> values) {
 std::string deviation(const Stats& s, const char* format) {
     return s.n > 1 ? strprintf(format, s.std) : "";
 }
+
+// Returns within what two means are level; null: they differ.
 const char* level(const Stats& a, const Stats& b) {
     const double difference = std::fabs(a.mean - b.mean), larger = std::max(a.mean, b.mean);
     if (difference <= 0.005 * larger) { return "within 0.5 %, a clock's drift"; }
@@ -633,11 +681,15 @@ const char* level(const Stats& a, const Stats& b) {
                                                 : nullptr;
 }
 
+// Returns the ms of f in the last n of warmup + n runs by the device's own events. The host waits
+// only after the last run. Its spare marks are made before the first: an event takes as long as a
+// launch.
 std::vector<double> time_queued_ms(int warmup, int n, const std::function<void()>& prepare,
                                    const std::function<void()>& f) {
     std::vector<Mark> spare(2 * n);
-    for (Mark& m : spare) { m = mark(); }  // to make an event takes as long as a launch
+    for (Mark& m : spare) { m = mark(); }
     spare.clear();
+
     std::vector<std::pair<Mark, Mark>> marks;
     for (int i = -warmup; i < n; i++) {
         prepare();
@@ -645,11 +697,14 @@ std::vector<double> time_queued_ms(int warmup, int n, const std::function<void()
         f();
         if (i >= 0) { marks.emplace_back(begin, mark()); }
     }
+
     synchronize();
     std::vector<double> times;
     for (const auto& [begin, end] : marks) { times.push_back(ms_of(end, begin)); }
     return times;
 }
+
+// Returns the ms of the last n of warmup + n runs of f by the host's clock, each until its end.
 std::vector<double> time_ms(int warmup, int n, const std::function<void()>& f) {
     std::vector<double> times;
     synchronize();  // what was queued before is not ours to count
@@ -668,7 +723,7 @@ std::vector<double> time_ms(int warmup, int n, const std::function<void()>& f) {
 void note(const char* format, ...) { fprintf(stderr, "%s\n", one_line(FORMATTED(format)).c_str()); }
 
 void progress(const char* format, ...) {
-    static double next_ms = 0;  // the first line at once, then one in five seconds
+    static double next_ms = 0;  // so the first line comes at once
     if (now_ms() < next_ms) { return; }
     next_ms = now_ms() + 5000;
     note("%s", FORMATTED(format).c_str());
@@ -682,31 +737,36 @@ static void take_end_signal(int number) {
 }
 static void on_end_signals(sighandler_t answer) {
     for (int number : {SIGINT, SIGTERM, SIGHUP}) {
-        if (signal(number, answer) == SIG_IGN) { signal(number, SIG_IGN); }  // as under nohup
+        // A signal that was ignored stays so: nohup wants it.
+        if (signal(number, answer) == SIG_IGN) { signal(number, SIG_IGN); }
     }
 }
-EndSignals::EndSignals() { end_signal = 0, on_end_signals(take_end_signal); }
+EndSignals::EndSignals() {
+    end_signal = 0;
+    on_end_signals(take_end_signal);
+}
 EndSignals::~EndSignals() { on_end_signals(SIG_DFL); }
 int EndSignals::seen() { return end_signal; }
 
 // -------------------------------------------------------------------------------------------------
 // Files
 
+// Lets `write` fill a temporary file beside path, and renames it to path when all is on the disk.
+// Without `write` it only finds out whether such a file can be made.
 void replace_file(const std::string& path, const std::function<bool(FILE*)>& write) {
     const std::string temporary = path + strprintf(".tmp.%08x", std::random_device()());
     const char* name = temporary.c_str();
     const std::unique_ptr<const char, int (*)(const char*)> removed_at_the_end(name, remove);
     struct stat before;
-    if (stat(path.c_str(), &before) == 0 && !S_ISREG(before.st_mode)) {
-        // or we would replace /dev/null
+    if (stat(path.c_str(), &before) == 0 && !S_ISREG(before.st_mode)) {  // such as /dev/null
         fail("%s: cannot be written: expected a regular file", path.c_str());
     }
-    const int descriptor = open(name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-    const std::unique_ptr<FILE, int (*)(FILE*)> file(
-        descriptor < 0 ? nullptr : fdopen(descriptor, "wb"), fclose);
+
+    // x: a file of that name must not be there; e: children do not inherit it.
+    const std::unique_ptr<FILE, int (*)(FILE*)> file(fopen(name, "wbxe"), fclose);
     const bool done =
         file && (!write || (write(file.get()) && fflush(file.get()) == 0 &&
-                            fsync(descriptor) == 0 && rename(name, path.c_str()) == 0));
+                            fsync(fileno(file.get())) == 0 && rename(name, path.c_str()) == 0));
     if (!done) { fail("%s: cannot be written: %s", path.c_str(), strerror(errno)); }
 }
 
@@ -717,8 +777,10 @@ void save_file(const std::string& path, const std::string& bytes) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Ourselves
+// This program, started anew
 
+// Starts this program with these arguments, calls `prepare` in the child before that, and returns
+// the child's number. The system kills the child when we end.
 pid_t start_ourselves(const std::vector<std::string>& arguments,
                       const std::function<void()>& prepare) {
     std::vector<char*> argv = {program_invocation_name};  // as it was typed
@@ -728,12 +790,15 @@ pid_t start_ourselves(const std::vector<std::string>& arguments,
     const pid_t parent = getpid(), child = fork();
     if (child < 0) { fail("fork: %s", strerror(errno)); }
     if (child > 0) { return child; }
+
+    // The second condition: we have ended before the child could ask for that.
     if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0 || getppid() != parent) { _exit(1); }
     prepare();
     execv("/proc/self/exe", argv.data());
     _exit(127);
 }
 
+// Runs this program with these arguments to its end, and returns its stdout; fails if it fails.
 std::string run_ourselves(const std::vector<std::string>& arguments) {
     int ends[2];
     if (pipe2(ends, O_CLOEXEC) != 0) { fail("pipe: %s", strerror(errno)); }

@@ -1,5 +1,7 @@
-// lib.h: what lib/ offers, file by file, roughly as they build on each other. nvcc compiles each
-// .cu, or g++ does, as plain C++ (then the CPU path is all there is).
+// lib.h: what lib/ offers, file by file, as they build on each other: device.cu (errors, devices,
+// memory, time, files), trace.cu, table.cu, tensor.cu, matmul.cu, safetensors.cu, ranks.cu. nvcc
+// compiles each .cu, or g++ does, as plain C++ (then the CPU path is all there is). Read Context,
+// Memory and Mark first: every experiment uses these three.
 #pragma once
 #include <algorithm>
 #include <cerrno>
@@ -37,8 +39,8 @@
 #include "formats.h"
 
 // -------------------------------------------------------------------------------------------------
-// device.cu: errors. A command throws; main() prints the one line on stderr and exits with the
-// code.
+// device.cu: texts and errors. A command throws; main() prints the one line on stderr and exits
+// with the code.
 
 struct Failure : std::runtime_error {
     int exit_code;  // 1: it ran and failed, 2: wrong usage
@@ -49,11 +51,13 @@ struct OutOfMemory : Failure {
     size_t bytes;  // the request that did not fit
     OutOfMemory(size_t bytes, const std::string& what) : Failure(1, what), bytes(bytes) {}
 };
+// The compiler checks the arguments from number `first` on against the format, argument number
+// `at`.
 #define PRINTF(at, first) __attribute__((format(printf, at, first)))
 [[noreturn]] void fail(const char* format, ...) PRINTF(1, 2);         // exit 1
 [[noreturn]] void usage_error(const char* format, ...) PRINTF(1, 2);  // exit 2
-void note(const char* format, ...) PRINTF(1, 2);                      // one line on stderr
-void progress(const char* format, ...) PRINTF(1, 2);                  // the same, at most every 5 s
+void note(const char* format, ...) PRINTF(1, 2);                      // prints one line on stderr
+void progress(const char* format, ...) PRINTF(1, 2);  // the same, but at most one in 5 s
 std::string strprintf(const char* format, ...) PRINTF(1, 2);
 std::string vstrprintf(const char* format, va_list arguments);
 std::string list_of(const std::vector<std::string>& items);          // "a", "a and b", "a, b and c"
@@ -62,17 +66,18 @@ inline std::string counted(int64_t n, const std::string& what) {
     return counted(std::to_string(n), what);
 }
 std::string join(const std::vector<std::string>& items, const char* between);
-std::string one_line(const std::string& text);  // control characters as \xNN
+std::string one_line(const std::string& text);  // writes control characters as \xNN
 
 #ifdef __CUDACC__
 void cuda_check(cudaError_t error, const char* call, const char* file, int line);
 #define CUDA_CHECK(call) cuda_check(call, #call, __FILE__, __LINE__)
-#define LAUNCH_CHECK() CUDA_CHECK(cudaGetLastError())  // after every <<<>>>
+#define LAUNCH_CHECK() CUDA_CHECK(cudaGetLastError())  // follows every <<<>>>
 #endif
 
-// A table of implementations, from the plainest to the fastest. A row, static const
-// AddRow<AttentionImpl> row({...}), enters it while the program loads, so that its file can be left
-// out.
+// table_of<Impl>() is the table of all implementations of one thing, from the plainest to the
+// fastest; Impl::rung says which is above which. A file adds its own one by a line
+//   static const AddRow<AttentionImpl> row({...});
+// that runs while the program loads. So a file can be left out, and nobody names it.
 template <class Impl>
 std::list<Impl>& table_of() {
     static std::list<Impl> rows;
@@ -90,13 +95,14 @@ struct AddRow {
 // -------------------------------------------------------------------------------------------------
 // device.cu: where things run
 
-// META, as in PyTorch, has shapes but no data: a step there computes nothing, but counts the memory
-// it would take.
+// META, as in PyTorch, has shapes but no data. A step there computes nothing, but counts the memory
+// that it would need.
 enum Device { CPU, CUDA, META };
 enum DType { F32, F16, BF16, F64, I32, U8 };  // F64: on the CPU, for finite differences
-// one kernel per operation | hand-fused kernels | fused, with FlashAttention
+// EAGER: one kernel per operation. FUSED: kernels that we have fused by hand. FLASH: the same with
+// FlashAttention.
 enum Mode { EAGER, FUSED, FLASH };
-// PURE_BF16: weights, gradients, AdamW's moments and the residual stream are bf16, too.
+// PREC_PURE_BF16: weights, gradients, AdamW's moments and the residual stream are bf16, too.
 enum Precision { FP32, TF32, PREC_BF16, PREC_FP16, PREC_PURE_BF16 };
 enum Category {
     PARAMETERS,
@@ -114,71 +120,74 @@ const char* name_of(DType t);
 const char* name_of(Mode m);
 const char* name_of(Precision p);
 const char* name_of(Category c);
-Mode mode_from(const std::string& name);  // names are checked when the command line is read
+// The inverse of name_of. The command line's reader has refused all other names.
+Mode mode_from(const std::string& name);
 Precision precision_from(const std::string& name);
 
-// Which of a model's blocks backward runs again instead of keeping what they made.
+// Says what of a model's blocks backward runs once more, instead of keeping its activations.
 struct Checkpointing {
     enum Form {
         NONE,
-        GROUPS,  // of n blocks each
-        NESTED,  // all blocks but the last are one, and within it all but the last
-        FFN,     // the feed-forward of the first n blocks
-        BLOCKS,  // the first n blocks, and the feed-forward of all others
+        GROUPS,  // all blocks, in groups of n
+        NESTED,  // all blocks but the last one as one group; within it the same again, and so on
+        FFN,     // of the first n blocks the feed-forward
+        BLOCKS,  // the first n blocks, and of all others the feed-forward
     } form = NONE;
     int n = 0;
     explicit operator bool() const { return form != NONE; }
 };
 
-struct Context {  // what PyTorch keeps globally, too
+struct Context {  // the settings that PyTorch keeps globally, too
     Device device = CPU;
-    Device planned_for = CPU;  // while device is META: where the run would be
+    Device planned_for = CPU;  // the device that a run on META stands for
     Mode mode = FUSED;
     Precision precision = FP32;
-    bool widening = false;  // on META: count the fp32 copies of products' operands, too
-    bool recording = true;  // write the tape; off inside NoGrad
-    // backward computes the norms' outputs and SwiGLU's again, instead of keeping them
+    // On META: memory counts the fp32 copies that gemm makes of 16-bit operands where the device
+    // cannot multiply these (see multiplies_copies).
+    bool widening = false;
+    bool recording = true;  // ops write the tape; NoGrad switches it off
+    // Backward computes the norms' outputs and SwiGLU's once more, instead of keeping them.
     bool recompute = false;
     Checkpointing checkpoint;
     int head_chunk = 0;        // rows of the logits that the loss makes at a time; 0: all
-    bool each_launch = false;  // none may hide in a CUDA graph
+    bool each_launch = false;  // no CUDA graph may hide launches from a trace, or a part's marks
     bool csv = false;          // print csv, not Markdown
     const char* sizes = "";    // "; sizes of --quick", for origin()
 };
 extern Context context;
-struct RestoreContext {  // at the end of its scope the context is as it was
+struct RestoreContext {  // gives the context back as it was, at the end of its scope
     Context before = context;
     ~RestoreContext() { context = before; }
 };
-struct Planning : RestoreContext {  // within its scope nothing is computed, memory only counted
+struct Planning : RestoreContext {  // within its scope memory is counted, and nothing is computed
     Planning() {
         if (before.device != META) { context.planned_for = before.device; }
         context.device = META;
     }
 };
 
-// 0 without a GPU or its driver, or in a CPU build: why
+// Returns the number of GPUs; where it is 0, *why says for what reason.
 int cuda_devices(std::string* why = nullptr);
-std::string gpu_ids();  // words: of all that we see
-// auto|cpu|cuda; says on stderr which one auto took
+// want: auto, cpu or cuda. Auto takes a GPU if there is one, and says on stderr what it took.
 Device choose_device(const std::string& want, int gpu = 0);
-void synchronize();                 // wait for context.device
-std::string device_description();   // "NVIDIA H200, driver 580.159, CUDA 13.0" | "AMD EPYC, 2
-                                    // threads, OpenBLAS ..."
+void synchronize();  // waits for all that context.device has been given
+// "NVIDIA H200, driver 580.159, CUDA 13.0, 141 GB" | "AMD EPYC, 2 threads, OpenBLAS Zen"
+std::string device_description();
 size_t available_memory(Device d);  // bytes that could be allocated now
-// the CPU's, as Linux, our control group and RLIMIT_AS leave it
+// Bytes of the CPU's memory that Linux, our control group and RLIMIT_AS leave. group: a folder.
 size_t system_memory(const char* group = nullptr);
 int cpu_threads();
-void choose_cpu_settings(char** argv);  // first in main(): may start the program anew
+// The first call of main(): it may start the program anew, with other environment variables.
+void choose_cpu_settings(char** argv);
 #ifdef __CUDACC__
-cudaStream_t stream();  // the one compute stream, or s while with_stream(s, f) runs f
+cudaStream_t stream();  // the compute stream, but s while with_stream(s, f) runs f
 void with_stream(cudaStream_t s, const std::function<void()>& f);
 #endif
 
 // -------------------------------------------------------------------------------------------------
-// device.cu: memory. Each buffer has a category and the range that was open.
+// device.cu: memory. Each buffer knows its category and the range in which it was allocated.
 
-struct Source {  // a line of ours: as a default argument here() is that of the call
+struct Source {  // a line of our sources; here(), as a default argument, is the caller's
     const char* file;
     int line;
     const char* function;
@@ -187,106 +196,111 @@ constexpr Source here(const char* file = __builtin_FILE(), int line = __builtin_
                       const char* function = __builtin_FUNCTION()) {
     return {file, line, function};
 }
-// Fixed places for buffers, as a captured CUDA graph needs them, and NCCL's copy engines.
+// Something that gives buffers their memory instead of our pools (only for speed): a captured CUDA
+// graph needs its buffers at the same addresses in each step, NCCL's copy engines need memory that
+// all ranks have registered.
 struct Places {
-    bool counted = false;  // each buffer there by itself; false: they are parts of a buffer
+    // Whether each buffer counts by itself. If not, all lie in one buffer, which counts already.
+    bool counted = false;
     virtual ~Places() = default;
-    // the buffer's number; *at stays null: the pool's
+    // Sets *at to the memory of a new buffer, or leaves it null: then the pool has to give it.
+    // Returns a number of its own choice, by which give() takes the buffer back.
     virtual size_t take(size_t bytes, void** at) = 0;
     virtual void give(size_t number) = 0;
 };
-struct Memory {  // freed (in stream order) when the last shared_ptr goes
+struct Memory {  // a buffer; it is freed, in the stream's order, when its last shared_ptr goes
     void* data;
     size_t bytes;
     Device device;
     Category category;
-    const char* op;                  // innermost open Range
+    const char* op;                  // the innermost range that was open
     Source at;                       // who asked for it
-    std::shared_ptr<Places> places;  // that were in use
-    size_t number;                   // among theirs
-    bool placed = false;             // it lies at one of them, so it is not freed by itself
-    bool counted = true;
+    std::shared_ptr<Places> places;  // that were asked first; null: none
+    size_t number;                   // by which they know it
+    bool placed = false;             // they gave the memory, so nobody else frees it
     ~Memory();
 };
+// Returns a new buffer, or throws OutOfMemory.
 std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
                                  Source at = here());
-// Runs f; `places` are asked first for what it allocates, but on the CPU.
+// Runs f. What f allocates, except on the CPU, is asked of these places first.
 void allocate_in(const std::shared_ptr<Places>& places, const std::function<void()>& f);
-// waits for the copy
+// Copies, and waits for the end.
 void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes);
-void give_back_cached_memory();  // what our pool keeps but does not use
+void give_back_cached_memory();  // gives the driver what our pool keeps but does not use
 
 struct MemoryUse {  // bytes
     size_t now, peak;
-    // peak_by: each category's share at the moment of the total's peak
+    // By category. peak_by is each one's share when the total was at its peak.
     size_t now_by[CATEGORIES], peak_by[CATEGORIES];
 };
 const MemoryUse& memory_use(Device device);
-void reset_peak(Device device);
+void reset_peak(Device device);  // to what is in use now
 
-// The log of one device. While it is on, each allocation waits for the GPU, so the times are the
-// GPU's own.
+// What the log of a device holds. While the log is on, each allocation waits for the GPU, so the
+// times are the GPU's own.
 struct MemoryEvent {
-    double ms;      // since the start
-    bool is_alloc;  // else a free
+    double ms;      // since start_memory_log
+    bool is_alloc;  // false: a free
     uint64_t address;
     size_t bytes;
     Category category;
-    std::vector<const char*> ranges;  // that were open, outermost first
+    std::vector<const char*> ranges;  // that were open, the outermost first
     Source at;                        // who allocated it
 };
-// begins, at 0 ms, with an allocation for each buffer that is held
+// The log begins with an allocation, at 0 ms, of each buffer that is there.
 void start_memory_log(Device device);
 std::vector<MemoryEvent> stop_memory_log();
 
 // -------------------------------------------------------------------------------------------------
-// device.cu: time, ends by a signal, files
+// device.cu: time, ends by a signal, files, this program started anew
 
-double now_ms();  // wall clock, monotonic
-struct Mark {     // a moment: on the GPU an event in its stream, else (and for Gloo) the clock's
+double now_ms();  // by a clock that nobody sets
+struct Mark {     // a moment in a GPU's stream; on the CPU, and of Gloo, one of the host's clock
     double ms = 0;
-    std::shared_ptr<void> event;
+    std::shared_ptr<void> event;  // a cudaEvent_t; null: on the CPU
 };
-Mark mark();                                      // of the compute stream
-double ms_of(const Mark& m, const Mark& origin);  // after synchronize()
+Mark mark();                                      // in the compute stream
+double ms_of(const Mark& m, const Mark& origin);  // ms from origin to m, after synchronize()
 #ifdef __CUDACC__
 Mark mark_on(cudaStream_t s);
 #endif
 struct Stats {
-    double mean, std, median, min, max;  // std: of the sample (n-1); 0 for n = 1
+    double mean, std, median, min, max;  // std: the sample's (by n - 1); 0 for n = 1
     int n;
 };
 Stats stats_of(std::vector<double> values);
-std::string deviation(const Stats& s, const char* format);  // a cell; of one value: ""
-// Says within what two mean times are level ("within twice the standard error"); null where they
-// differ. Level is a difference below 0.5 % of the larger, by which clocks drift, or below twice
-// its standard error. Below 5 runs that error is not known: there the difference must exceed the
-// deviations, too, and of a single run 10 % are assumed.
+std::string deviation(const Stats& s, const char* format);  // a cell with s.std; "" for n = 1
+// Says within what two mean times are level ("within twice the standard error"); null: they differ.
+// They are level if their difference is below 0.5 % of the larger, by which clocks drift, or below
+// twice its standard error. With fewer than 5 runs that error is not known: then the difference
+// must exceed the deviations, too; a single run's deviation is taken to be 10 %.
 const char* level(const Stats& a, const Stats& b);
-// Times in ms of the last n of warmup + n runs. time_ms: each run with the wait for its end.
-// time_queued_ms: of f, behind prepare, by the device's events and without waits, so that launch
-// latency does not count where the device is slower.
+// Both run f warmup + n times, and return the ms of each of the last n. time_ms waits for the end
+// of each run, and counts that. time_queued_ms does not: the device's own events time f, which
+// follows `prepare`. So the latency of launches does not count where the device is slower.
 std::vector<double> time_ms(int warmup, int n, const std::function<void()>& f);
 std::vector<double> time_queued_ms(int warmup, int n, const std::function<void()>& prepare,
                                    const std::function<void()>& f);
 
-// While one lives, SIGINT, SIGTERM and SIGHUP end nothing: the work looks at seen() and ends in
-// order.
+// While one lives, the first SIGINT, SIGTERM or SIGHUP does not end the program: the work looks at
+// seen() now and then, and ends in order. A second one ends it at once.
 struct EndSignals {
     EndSignals();
     ~EndSignals();
-    static int seen();  // the last signal's number; 0: none
+    static int seen();  // the signal's number; 0: none came
 };
-// `write` fills a temporary file beside path, which then takes its name: where that fails, or we
-// are killed, the old file stays. It returns false, with errno, if it failed; null: only tries.
+// Replaces a file as a whole: `write` fills a temporary one beside it, which then takes its name.
+// If that fails, or we are killed, the old file stays. `write` returns false, with errno, if it
+// failed. Null only finds out whether the file could be written.
 void replace_file(const std::string& path, const std::function<bool(FILE*)>& write);
 void save_file(const std::string& path, const std::string& bytes);
-// Starts this program anew, which does not outlive us. `prepare` runs in the new process.
+// Starts this program once more; the new process runs `prepare` first, and does not outlive us.
 pid_t start_ourselves(const std::vector<std::string>& arguments,
                       const std::function<void()>& prepare);
-// this program's stdout; fails if it fails
+// Runs this program once more and returns its stdout; fails if it fails.
 std::string run_ourselves(const std::vector<std::string>& arguments);
-std::string commit();  // of the build
+std::string commit();  // that the program was built from
 
 // -------------------------------------------------------------------------------------------------
 // trace.cu: named ranges of work, and what the GPU ran in each, as CUPTI sees it: also the kernels
@@ -630,65 +644,79 @@ void require_no_others(const SafeTensors& file, const std::set<std::string>& nam
 FileTensor describe(const Tensor& cpu_tensor);  // for save_safetensors; points into the tensor
 
 // -------------------------------------------------------------------------------------------------
-// ranks.cu: one process a rank. A rank that fails, dies or stalls ends the others within the
-// timeout, with one line.
+// ranks.cu: several processes, each of which is a rank. If one fails, dies or stalls, all end
+// within the timeout, with one line that names it.
 
-struct Links;  // connections and threads
+struct Links;  // a rank's connections and threads
 struct Communicator {
-    int rank = 0, world = 1, local_world = 1;  // local: on this machine
+    int rank = 0, world = 1, local_world = 1;  // local_world: how many ranks this machine has
     std::string backend;                       // nccl or gloo
-    std::shared_ptr<Links> links;
-    int local_gpus = 0;  // that these ranks see together
+    std::shared_ptr<Links> links;              // null: this process is the only one
+    int local_gpus = 0;                        // that this machine's ranks see together
 };
-bool is_rank();  // the environment says so: that of `--nproc`, torchrun, mpirun or srun
-// Starts n copies of this program with these arguments, waits for all; the exit code of the first
-// that failed, or 0. A rank that is stopped for 0.8 of the timeout has failed. A signal to us ends
-// all.
+bool is_rank();  // whether `--nproc`, torchrun, mpirun or srun has started us, by the environment
+// Starts n copies of this program with these arguments, and waits for all. Returns 0, or the exit
+// code of the first that failed. A rank that is stopped for 0.8 of the timeout has failed. A signal
+// to us ends all.
 int launch_ranks(int n, const std::vector<std::string>& arguments, double timeout_s = 60);
-// In a rank: sets context.device, connects it with the others, and calls f. Returns the exit code.
-// world: of how many it has to be one, 0: of any number; device, backend: as the options take them.
+// Runs in each rank: sets context.device, connects the rank with the others, and calls f. Returns
+// the exit code. world: how many ranks there have to be, 0: any number. device, backend: as their
+// options take them.
 int join_ranks(int world, const std::string& device, const std::string& backend, double timeout_s,
                const std::function<void(const Communicator&)>& f);
+// Says why this machine cannot connect so many ranks in this way; "": it can.
 std::string why_not(const std::string& backend, Device device, int ranks,
-                    int gpus = cuda_devices());  // "" where that works on this machine
+                    int gpus = cuda_devices());
 
-struct Work {  // a collective under way; the same on all ranks, in the same order
+struct Work {  // a collective that was started
     const char* what;
-    uint32_t number;
-    size_t bytes;  // of the whole tensor
+    uint32_t number;  // counts the collectives: the same on all ranks
+    size_t bytes;     // of the whole tensor
     double started_ms;
-    Mark begin, end;  // when it ran: valid after wait() and synchronize()
+    Mark begin, end;  // when it ran; known after wait() and synchronize()
     bool finished = false;
-    std::string error;             // Gloo's
-    Mark done;                     // NCCL: the end of run_behind's f, if there is one
-    std::function<void()> behind;  // Gloo: run_behind's f, which wait() has yet to call
+    std::string error;  // Gloo's; "": none
+    // run_behind's: with NCCL the end of f, with Gloo the f that wait() has yet to call
+    Mark done;
+    std::function<void()> behind;
 };
 using WorkPtr = std::shared_ptr<Work>;
 enum Reduction { SUM, AVERAGE };
-// All in place, fp32 or bf16 (broadcast and all-gather: any), row-major. They start when what is
-// queued on the compute stream is done, and run beside what follows. Rank r owns the r-th of
-// `world` equal parts of t; what reduce_scatter leaves in the others is undefined. own: where this
-// rank's part comes from, or its sum goes to, instead of its place. beside: products run meanwhile;
-// a shared t is scattered, then gathered, which leaves them more multiprocessors.
+// Each call starts a collective; wait() ends it. All ranks call the same ones in the same order. A
+// collective begins when what is queued on the compute stream is done, and runs beside what
+// follows. t is row-major, and both input and output; its dtype is fp32 or bf16 (broadcast and
+// all_gather: any). Rank r owns the r-th of `world` equal parts of t.
+//   all_reduce      t becomes the sum, or the average, over ranks.
+//   broadcast       t becomes root's.
+//   reduce_scatter  Each rank's part becomes the sum or the average of all ranks' tensors there.
+//                   Other parts are undefined afterwards.
+//   all_gather      Each part becomes its owner's.
+// own: a tensor that holds this rank's part instead of t: reduce_scatter writes the part there, and
+// all_gather reads it from there. beside (only for speed): the caller goes on with products. An
+// all-reduce of a shared buffer (see below) then runs as a reduce-scatter and an all-gather, which
+// leaves the products more multiprocessors.
 WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction reduction,
                    bool beside = false);
 WorkPtr broadcast(const Communicator& c, const Tensor& t, int root);
 WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, Reduction reduction,
                        const Tensor& own = Tensor());
 WorkPtr all_gather(const Communicator& c, const Tensor& t, const Tensor& own = Tensor());
-// Runs f, on all ranks. What it allocates on a GPU is shared: NCCL's all-gather moves it by copy
-// engines and leaves the multiprocessors to products. Other ranks read it, so its memory goes only
-// by free_shared, on all ranks.
-void allocate_shared(const Communicator& c, const std::function<void()>& f);
-void free_shared(const Communicator& c);  // that of buffers which are gone
-// NCCL: the compute stream waits, the host does not
+// NCCL: the compute stream waits, the host goes on. Gloo: the host waits.
 void wait(const Communicator& c, const WorkPtr& work);
-// Runs f behind a collective. NCCL: what f launches runs in a stream of the lowest priority, so in
-// the room that the compute stream leaves; wait() waits for that, too. Gloo: wait() calls f. Until
-// wait() nobody else may touch what f writes, or free what it reads; so f allocates nothing, since
-// memory is freed in the compute stream's order.
-void run_behind(const Communicator& c, const WorkPtr& work, const std::function<void()>& f);
-void barrier(const Communicator& c);  // the host waits, also for its device
-// Every rank's text, through the ranks' folder; also a barrier. It waits as long as the others show
-// life.
+void barrier(const Communicator& c);  // the host waits for all ranks and their devices
+// Returns what every rank has passed as its text. It goes through the ranks' folder, not through
+// the backend. It waits for a rank as long as that shows life, so it is a barrier, too.
 std::vector<std::string> gather_text(const Communicator& c, const std::string& text);
+
+// The next three only serve speed: without them, results are the same.
+// Runs f, on all ranks. What f allocates on a GPU is a shared buffer: NCCL's all-gather moves it by
+// copy engines, and leaves the multiprocessors to products. Other ranks read such a buffer, so its
+// memory stays until free_shared.
+void allocate_shared(const Communicator& c, const std::function<void()>& f);
+// Frees, on all ranks, the memory of shared buffers that are gone.
+void free_shared(const Communicator& c);
+// Runs f when a collective has ended, while the caller goes on; the next wait() for it waits for f,
+// too. NCCL: what f launches runs in a stream of the lowest priority, in the room that the compute
+// stream leaves. Gloo: wait() calls f. Until wait() nobody else may touch what f writes, or free
+// what it reads. f may not allocate, since memory is freed in the compute stream's order.
+void run_behind(const Communicator& c, const WorkPtr& work, const std::function<void()>& f);

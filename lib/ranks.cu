@@ -53,8 +53,29 @@ struct Identity {
     std::string job;
 };
 
+struct LauncherVariables {
+    const char *rank, *world;
+    std::vector<const char*> job;  // what an identity's job is made of
+    bool one_is_none = false;      // a world of one is an interactive shell, and no rank
+};
+static const LauncherVariables LAUNCHERS[] = {
+    // torchrun, and our own launcher. A run's id may be "none", so the address counts, too.
+    {"RANK",
+     "WORLD_SIZE",
+     {"TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"}},
+    // mpirun
+    {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", {"PMIX_NAMESPACE"}},
+    // srun
+    {"SLURM_PROCID",
+     "SLURM_STEP_NUM_TASKS",
+     {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"},
+     true},
+    // mpiexec of MPICH and Intel MPI
+    {"PMI_RANK", "PMI_SIZE", {}, true},
+};
+
 // Returns the whole number that this environment variable holds; anything else is wrong usage.
-static int number_in(const char* variable) {
+static int whole_number(const char* variable) {
     int value;
     char behind;
     const char* text = getenv(variable);
@@ -64,35 +85,24 @@ static int number_in(const char* variable) {
     return value;
 }
 
-// Returns who we are, by the variables of the first launcher that has set its own.
+// Returns who we are, by the variables of the first launcher in the table that has set its own.
 static Identity identity() {
     Identity me;
-    auto ask = [&](const char* rank, const char* world, std::initializer_list<const char*> job) {
-        if (me.rank >= 0 || !getenv(rank) || !getenv(world)) { return; }
-        me.rank = number_in(rank);
-        me.world = number_in(world);
-        if (me.rank >= me.world) {
-            usage_error("rank %d: the world has only %d ranks", me.rank, me.world);
+    for (const LauncherVariables& its : LAUNCHERS) {
+        if (!getenv(its.rank) || !getenv(its.world)) { continue; }
+        const int world = whole_number(its.world);
+        if (its.one_is_none && world == 1) { continue; }
+        me.rank = whole_number(its.rank);
+        me.world = world;
+        if (me.rank >= world) {
+            usage_error("rank %d: the world has only %d ranks", me.rank, world);
         }
-        for (const char* name : job) {
+        for (const char* name : its.job) {
             if (const char* value = getenv(name)) { me.job += std::string("-") + value; }
         }
         std::replace(me.job.begin(), me.job.end(), '/', '_');
-    };
-    // An interactive shell of Slurm's, or of MPI's, is a step of one task, and no rank.
-    auto several = [](const char* world) {
-        return getenv(world) && strcmp(getenv(world), "1") != 0;
-    };
-
-    // torchrun, and our own launcher. A run's id alone may be "none", so the address counts, too.
-    ask("RANK", "WORLD_SIZE",
-        {"TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"});
-    ask("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", {"PMIX_NAMESPACE"});  // mpirun
-    if (several("SLURM_STEP_NUM_TASKS")) {                                    // srun
-        ask("SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
-            {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"});
+        break;
     }
-    if (several("PMI_SIZE")) { ask("PMI_RANK", "PMI_SIZE", {}); }  // mpiexec of MPICH and Intel MPI
     return me;
 }
 bool is_rank() { return identity().rank >= 0; }
@@ -129,29 +139,11 @@ struct LaunchedRank {
     bool stopped = false;   // by a signal, such as SIGSTOP
     double stopped_ms = 0;  // for how long, of the time in which the launcher ran
 };
-struct Launch {
-    std::vector<LaunchedRank> ranks;
-    int left;           // ranks that have not ended
-    int exit_code = 0;  // of the first rank that failed
-};
 
-// Kills all ranks that are left: they would wait for the failed one for ever. The first reason is
-// noted ("": the rank has said it), and its exit code stays.
-static void end_all(Launch& launch, int exit_code, const std::string& why) {
-    if (launch.exit_code == 0) {
-        launch.exit_code = exit_code;
-        if (!why.empty()) { note("cs336: %s", why.c_str()); }
-    }
-    for (const LaunchedRank& rank : launch.ranks) {
-        if (rank.pid) { kill(rank.pid, SIGKILL); }  // which also ends a stopped one
-    }
-}
-
-// Asks the system what has become of rank r since the last call, `tick` ms ago. Ends all ranks if
-// this one has failed, or has been stopped for 0.8 of the timeout.
-static void look_at(Launch& launch, int r, double tick, double timeout_s) {
-    LaunchedRank& rank = launch.ranks[r];
-    if (!rank.pid) { return; }
+// Asks the system what has become of this rank since the last call, `tick` ms ago. Returns 0, or
+// the exit code with which all have to end, and sets *why, unless the rank itself has said it.
+static int look_at(LaunchedRank& rank, int r, double tick, double timeout_s, std::string* why) {
+    if (!rank.pid) { return 0; }
     const std::string name = strprintf("rank %d (process %d)", r, (int)rank.pid);
     if (rank.stopped) { rank.stopped_ms += tick; }
 
@@ -163,28 +155,23 @@ static void look_at(Launch& launch, int r, double tick, double timeout_s) {
         } else if (WIFCONTINUED(status)) {
             rank.stopped = false;
         } else {
-            rank = {0};
-            launch.left--;
-            if (WIFSIGNALED(status)) {
-                const int number = WTERMSIG(status);
-                end_all(launch, 1,
-                        strprintf("%s was killed by signal %d (%s)", name.c_str(), number,
-                                  strsignal(number)));
-            } else if (WEXITSTATUS(status) != 0) {
-                end_all(launch, WEXITSTATUS(status), "");
-            }
+            rank.pid = 0;
+            if (!WIFSIGNALED(status)) { return WEXITSTATUS(status); }
+            *why = strprintf("%s was killed by signal %d (%s)", name.c_str(), WTERMSIG(status),
+                             strsignal(WTERMSIG(status)));
+            return 1;
         }
     }
 
     // 0.8, so that all is over within the timeout
-    if (rank.stopped && rank.stopped_ms > 0.8e3 * timeout_s) {
-        end_all(launch, 1,
-                strprintf("%s has been stopped for %.1f s", name.c_str(), rank.stopped_ms / 1e3));
-    }
+    if (!rank.stopped || rank.stopped_ms <= 0.8e3 * timeout_s) { return 0; }
+    *why = strprintf("%s has been stopped for %.1f s", name.c_str(), rank.stopped_ms / 1e3);
+    return 1;
 }
 
-// Starts n ranks in a new folder, and looks at each every 5 ms until all have ended. Returns 0, or
-// the exit code of the first that failed.
+// Starts n ranks in a new folder, and looks at each every 5 ms until all have ended. If one fails,
+// it kills the rest, which would wait for that rank for ever. Returns 0, or the exit code of the
+// first that failed.
 int launch_ranks(int n, const std::vector<std::string>& arguments, double timeout_s) {
     folder_of_ranks = (std::filesystem::temp_directory_path() / "cs336-XXXXXX").string();
     if (!mkdtemp(folder_of_ranks.data())) {
@@ -193,24 +180,43 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, double timeou
 
     fflush(nullptr);
     EndSignals noted;
-    Launch launch{{}, n};
-    for (int r = 0; r < n; r++) { launch.ranks.push_back({start_rank(r, n, arguments)}); }
+    std::vector<LaunchedRank> ranks;
+    for (int r = 0; r < n; r++) { ranks.push_back({start_rank(r, n, arguments)}); }
+
+    int exit_code = 0;
+    auto end_all = [&](int code, const std::string& why) {
+        if (exit_code == 0) {  // the first reason counts
+            exit_code = code;
+            if (!why.empty()) { note("cs336: %s", why.c_str()); }
+        }
+        for (const LaunchedRank& rank : ranks) {
+            if (rank.pid) { kill(rank.pid, SIGKILL); }  // which also ends a stopped one
+        }
+    };
 
     double last = now_ms();
-    while (launch.left > 0) {
+    for (int left = n; left > 0; usleep(5000)) {
         // main() then ends by this signal itself.
-        if (const int number = EndSignals::seen()) { end_all(launch, 128 + number, ""); }
+        if (const int number = EndSignals::seen()) { end_all(128 + number, ""); }
         const double tick = tick_ms(&last);
-        for (int r = 0; r < n; r++) { look_at(launch, r, tick, timeout_s); }
-        usleep(5000);
+        left = 0;
+        for (int r = 0; r < n; r++) {
+            std::string why;
+            if (const int code = look_at(ranks[r], r, tick, timeout_s, &why)) {
+                end_all(code, why);
+            }
+            if (ranks[r].pid) { left++; }
+        }
     }
     remove_folder_of_ranks();
-    return launch.exit_code;
+    return exit_code;
 }
 
 // -------------------------------------------------------------------------------------------------
-// The rendezvous: a folder that only its owner may enter. Each thing that a rank tells the others
-// is a file there, which appears at once and whole. life.R changes as long as rank R lives.
+// The rendezvous: a folder that only its owner may enter. A file NAME.RANK there is what this rank
+// tells the others, and appears whole: 0.RANK is the text of the first gather_text, 1.RANK that of
+// the second; life.RANK changes as long as the rank lives; done.RANK says that it needs nobody any
+// more.
 
 // Returns what tells this machine's jobs apart where no folder is named: the ranks' parent. Under
 // torchrun a script may stand between the two, so there its own folder counts: the error file is
@@ -246,45 +252,37 @@ static void make_folder_of_ranks(const Identity& me) {
     folder_of_ranks = folder;
 }
 
-static std::string life_of(int rank) {
-    return strprintf("%s/life.%d", folder_of_ranks.c_str(), rank);
+static std::string file_of(int rank, const std::string& what) {
+    return folder_of_ranks + "/" + what + "." + std::to_string(rank);
 }
 
-// Returns what rank r has written to this file of the folder, and waits for that. Fails if the rank
-// shows no life for 0.8 of our patience.
-static std::string text_of_rank(const Communicator& c, int r, const std::string& path) {
-    const double limit_s = 0.8 * patience_s;
-    std::string life, life_before;
-    double waited_ms = 0, last = now_ms();
-    std::ifstream file(path, std::ios::binary);
-    while (!file) {
-        std::ifstream(life_of(r)) >> life;
-        if (life == life_before) {
-            waited_ms += tick_ms(&last);
-        } else {
-            waited_ms = 0;
-        }
-        life_before = life;
-        if (waited_ms > 1e3 * limit_s) {
-            fail("rank %d of %d %s %s within %g s (all ranks need one folder: %s)", r, c.world,
-                 life.empty() ? "did not come to" : "shows no life in", folder_of_ranks.c_str(),
-                 limit_s, RENDEZVOUS);
-        }
-        usleep(1000);
-        file.open(path, std::ios::binary);
-    }
-    return std::string(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
-}
-
-// Writes our text to ROUND.RANK, and returns the texts of all ranks, by rank.
+// Writes our text to the folder, and returns the texts of all ranks, by rank. Waits for each text,
+// but fails if its rank shows no life for 0.8 of our patience.
 std::vector<std::string> gather_text(const Communicator& c, const std::string& text) {
     if (c.world == 1) { return {text}; }
-    static uint32_t gathers = 0;
-    const std::string round = strprintf("%s/%u.", folder_of_ranks.c_str(), gathers++);
-    save_file(round + std::to_string(c.rank), text);
+    static int gathers = 0;
+    const std::string round = std::to_string(gathers++);
+    save_file(file_of(c.rank, round), text);
+
+    const double limit_s = 0.8 * patience_s;
     std::vector<std::string> all;
     for (int r = 0; r < c.world; r++) {
-        all.push_back(text_of_rank(c, r, round + std::to_string(r)));
+        std::string life, life_before;
+        double waited_ms = 0, last = now_ms();
+        std::ifstream file(file_of(r, round), std::ios::binary);
+        while (!file) {
+            std::ifstream(file_of(r, "life")) >> life;
+            waited_ms = life == life_before ? waited_ms + tick_ms(&last) : 0;
+            life_before = life;
+            if (waited_ms > 1e3 * limit_s) {
+                fail("rank %d of %d %s %s within %g s (all ranks need one folder: %s)", r, c.world,
+                     life.empty() ? "did not come to" : "shows no life in", folder_of_ranks.c_str(),
+                     limit_s, RENDEZVOUS);
+            }
+            usleep(1000);
+            file.open(file_of(r, round), std::ios::binary);
+        }
+        all.emplace_back(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
     }
     return all;
 }
@@ -292,12 +290,6 @@ std::vector<std::string> gather_text(const Communicator& c, const std::string& t
 // -------------------------------------------------------------------------------------------------
 // The communicator: a rank's connections, and its watchdog. join_ranks, at the end, makes one.
 
-#ifdef WITH_NCCL
-struct Lane {  // a communicator of NCCL's runs one collective after the other, in its stream
-    ncclComm_t nccl = nullptr;
-    cudaStream_t stream = nullptr;
-};
-#endif
 struct Links {
     int rank = 0, world = 1;
     int gpu = 0;
@@ -317,6 +309,10 @@ struct Links {
     std::thread worker;
 #endif
 #ifdef WITH_NCCL
+    struct Lane {  // a communicator of NCCL's, and the stream where its collectives run in order
+        ncclComm_t nccl = nullptr;
+        cudaStream_t stream = nullptr;
+    };
     Lane lane;                      // of all collectives but reduce-scatters
     Lane reduce_scatter_lane;       // the last section tells why, and what the next two are
     cudaStream_t behind = nullptr;  // run_behind's
@@ -354,9 +350,9 @@ static void watch(Links& links) {
     WorkPtr oldest;
     double waited_s = 0;  // for the oldest, in turns: a clock also runs while the job is paused
     std::unique_lock<std::mutex> lock(links.mutex);
-    auto is_stopping = [&] { return links.stopping; };
-    for (int turns = 0; !links.changed.wait_for(lock, turn, is_stopping); turns++) {
-        std::ofstream(life_of(links.rank)) << turns;
+    int turns = 0;
+    while (!links.changed.wait_for(lock, turn, [&] { return links.stopping; })) {
+        std::ofstream(file_of(links.rank, "life")) << turns++;
 
         std::deque<WorkPtr>& under_way = links.under_way;
         while (!under_way.empty() && has_ended(*under_way.front())) { under_way.pop_front(); }
@@ -444,7 +440,7 @@ static void connect_nccl(Communicator& c) {
     Links& links = *c.links;
     int least, greatest;
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-    for (Lane* lane : {&links.reduce_scatter_lane, &links.lane}) {
+    for (auto* lane : {&links.reduce_scatter_lane, &links.lane}) {
         CUDA_CHECK(cudaStreamCreateWithPriority(&lane->stream, cudaStreamNonBlocking, greatest));
     }
     CUDA_CHECK(cudaStreamCreateWithPriority(&links.behind, cudaStreamNonBlocking, least));
@@ -479,6 +475,19 @@ std::string why_not(const std::string& backend, Device device, int n, int gpus) 
     return "";
 }
 
+// Returns the PCI addresses of the GPUs that we see, each behind a space.
+static std::string gpu_ids() {
+    std::string ids;
+#ifdef __CUDACC__
+    for (int i = 0; i < cuda_devices(); i++) {
+        char id[32] = " ";
+        CUDA_CHECK(cudaDeviceGetPCIBusId(id + 1, sizeof id - 1, i));
+        ids += id;
+    }
+#endif
+    return ids;
+}
+
 // Sets how many ranks this machine has, and how many GPUs these see together. Returns which of its
 // ranks we are.
 static int find_local_ranks(Communicator& c) {
@@ -501,7 +510,7 @@ static int find_local_ranks(Communicator& c) {
 // Sets c.backend and context.device by the two options; rank 0's backend is everyone's. "auto" is
 // NCCL where every rank of rank 0's machine has a GPU, else Gloo, on the CPU.
 static void choose_device_and_backend(Communicator& c, const std::string& device,
-                                      const std::string& backend, int gpu) {
+                                      const std::string& backend) {
     const std::string why = why_not("nccl", CUDA, c.local_world, c.local_gpus);
     const bool gpus_do = device == "cuda" || (device == "auto" && why.empty());
     const std::string by_default = gpus_do ? "nccl" : "gloo";
@@ -512,7 +521,7 @@ static void choose_device_and_backend(Communicator& c, const std::string& device
         note("took gloo, on the CPU, where steps have the sizes of --quick (%s)", why.c_str());
     }
     const std::string backends_own = nccl ? "cuda" : "cpu";
-    context.device = choose_device(device == "auto" ? backends_own : device, gpu);
+    context.device = choose_device(device == "auto" ? backends_own : device, c.links->gpu);
     const std::string not_so = why_not(c.backend, context.device, c.local_world, c.local_gpus);
     if (!not_so.empty()) { fail("backend %s: %s", c.backend.c_str(), not_so.c_str()); }
 }
@@ -522,7 +531,7 @@ static void connect_ranks(Communicator& c, const std::string& device, const std:
     Links& links = *c.links;
     const int local_rank = find_local_ranks(c), gpus = cuda_devices();
     links.gpu = gpus > 0 ? local_rank % gpus : 0;
-    choose_device_and_backend(c, device, backend, links.gpu);
+    choose_device_and_backend(c, device, backend);
     links.watchdog = std::thread([&links] { watch(links); });
     if (c.backend == "nccl") {
         connect_nccl(c);
@@ -551,16 +560,15 @@ static void disconnect_ranks(Communicator& c) {
 #endif
 #ifdef WITH_NCCL
     links.under_way.clear();
-    for (const Lane* lane : {&links.reduce_scatter_lane, &links.lane}) {
+    for (auto* lane : {&links.reduce_scatter_lane, &links.lane}) {
         if (lane->nccl) { NCCL_CHECK(ncclCommDestroy(lane->nccl)); }
     }
 #endif
     links.barrier_token = Tensor();
 
-    auto done_file = [](int r) { return strprintf("%s/done.%d", folder_of_ranks.c_str(), r); };
-    save_file(done_file(c.rank), "");
+    save_file(file_of(c.rank, "done"), "");
     for (int r = 0; r < c.world; r++) {
-        if (access(done_file(r).c_str(), F_OK) != 0) { return; }
+        if (access(file_of(r, "done").c_str(), F_OK) != 0) { return; }
     }
     remove_folder_of_ranks();
 }
@@ -688,10 +696,9 @@ static void start_on_gloo(Links&, const WorkPtr&, const Collective&) {}
 // end. The host waits for neither.
 
 static ncclDataType_t nccl_type(DType t) {
-    if (t != F32 && t != BF16) {
-        fail("NCCL: %s tensors are not for collectives here", name_of(t));
-    }
-    return t == F32 ? ncclFloat32 : ncclBfloat16;
+    if (t == F32) { return ncclFloat32; }
+    if (t == BF16) { return ncclBfloat16; }
+    fail("NCCL: %s tensors are not for collectives here", name_of(t));
 }
 
 // Queues a collective behind `ready`, a mark of any stream, and sets the marks of its work.
