@@ -360,6 +360,7 @@ static cudaMemPool_t memory_pool() {
 }
 #endif
 
+// Gives the driver what our pool keeps, but does not use.
 void give_back_cached_memory() {
 #ifdef __CUDACC__
     if (cuda_devices() == 0) { return; }
@@ -787,7 +788,8 @@ pid_t start_ourselves(const std::vector<std::string>& arguments,
     for (const std::string& a : arguments) { argv.push_back((char*)a.c_str()); }
     argv.push_back(nullptr);
 
-    const pid_t parent = getpid(), child = fork();
+    const pid_t parent = getpid();
+    const pid_t child = fork();
     if (child < 0) { fail("fork: %s", strerror(errno)); }
     if (child > 0) { return child; }
 

@@ -252,6 +252,7 @@ static void make_folder_of_ranks(const Identity& me) {
     folder_of_ranks = folder;
 }
 
+// Returns the path of a rank's file in our folder.
 static std::string file_of(int rank, const std::string& what) {
     return folder_of_ranks + "/" + what + "." + std::to_string(rank);
 }
@@ -268,7 +269,8 @@ std::vector<std::string> gather_text(const Communicator& c, const std::string& t
     std::vector<std::string> all;
     for (int r = 0; r < c.world; r++) {
         std::string life, life_before;
-        double waited_ms = 0, last = now_ms();
+        double waited_ms = 0;
+        double last = now_ms();
         std::ifstream file(file_of(r, round), std::ios::binary);
         while (!file) {
             std::ifstream(file_of(r, "life")) >> life;
@@ -297,7 +299,8 @@ struct Links {
     Tensor barrier_token;
     uint32_t collectives = 0;  // that were started
 
-    // Whoever reads or writes one of these three holds the mutex, and tells `changed` afterwards.
+    // What the threads share. Each holds the mutex while it reads or writes one of these, or a Work
+    // of Gloo's, and tells `changed` what it has written.
     std::mutex mutex;
     std::condition_variable changed;
     bool stopping = false;
@@ -314,7 +317,7 @@ struct Links {
         cudaStream_t stream = nullptr;
     };
     Lane lane;                      // of all collectives but reduce-scatters
-    Lane reduce_scatter_lane;       // the last section tells why, and what the next two are
+    Lane reduce_scatter_lane;       // only for speed, as the next two
     cudaStream_t behind = nullptr;  // run_behind's
 #endif
     std::shared_ptr<Places> windows;  // allocate_shared's; null if there are none

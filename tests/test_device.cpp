@@ -16,9 +16,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-// there with the address sanitizer, whose malloc does as it likes
+// It is there with the address sanitizer, whose malloc does as it likes, and which takes terabytes
+// of addresses.
 extern "C" void __asan_init() __attribute__((weak));
 
+// Runs one case of this program in a new process, and returns what that prints; fails if it fails.
 static std::string run_case(const std::string& name) {
     return run_ourselves({"--no-skip", "--test-case=" + name});
 }
@@ -56,7 +58,7 @@ TEST_CASE("measure: choosing a device") {
     }
 }
 
-// the driver takes microseconds each time that it is asked
+// The driver would take microseconds each time that it is asked.
 TEST_CASE("measure: launches may ask for the devices") {
     cuda_devices();
     double start = now_ms();
@@ -385,7 +387,7 @@ TEST_CASE("measure: child: stdout is full and then closed" * doctest::skip()) {
     REQUIRE(pipe(ends) == 0);
     REQUIRE(dup2(ends[1], STDOUT_FILENO) >= 0);
     close(ends[0]);
-    // as of SIGPIPE
+    // 141 is 128 + SIGPIPE.
     CHECK(failure_of([] { print(example); }) == "141: cannot write to stdout: Broken pipe");
 }
 
@@ -472,13 +474,11 @@ TEST_CASE("measure: notes are lines, and progress is one at most every five seco
     CHECK(has(text, "5 s later\n"));
     CHECK(!has(text, "right after it"));
 }
-// the address sanitizer takes terabytes of addresses
-extern "C" void __asan_init() __attribute__((weak));
 TEST_CASE("measure: without address space for OpenBLAS's buffers the program says so, and ends") {
     if (device_description().find("OpenBLAS") == std::string::npos || __asan_init) { return; }
     if (cuda_devices() > 0) { return skip_this_case("CUDA's libraries need more address space"); }
-    // OpenBLAS 0.3.29 takes a buffer while it is loaded, and tries for ever below some 300 MB: no
-    // program can help it.
+    // OpenBLAS 0.3.29 takes a buffer while it is loaded, and tries for ever below some 300 MB,
+    // before our program begins. So the test looks for the least limit under which it does begin.
     std::string limited;
     for (int kb = 150000; kb <= 500000; kb += 50000) {
         limited = strprintf("ulimit -v %d; timeout 5 ", kb) + program();

@@ -13,6 +13,8 @@
 #include <fstream>
 #include <iterator>
 
+// Runs the four collectives at once, waits for them in another order, and compares each with what
+// it has to give. Then gathers the scattered averages, which have to be the all-reduced ones.
 static void check_collectives(const Communicator& c) {
     for (DType dtype : {F32, BF16}) {
         for (int64_t n : {12, 60, 996, 70008}) {  // of 1, 2, 3 or 4 equal parts
@@ -24,26 +26,29 @@ static void check_collectives(const Communicator& c) {
             for (int64_t i = 0; i < n; i++) { mine[i] = value(c.rank, i); }
             INFO("rank " << c.rank << " of " << c.world << ", " << name_of(dtype) << ", n " << n);
 
-            Tensor added = from_floats(mine, {n}, dtype), averaged = from_floats(mine, {n}, dtype),
-                   sent = from_floats(mine, {n}, dtype), scattered = from_floats(mine, {n}, dtype);
+            Tensor added = from_floats(mine, {n}, dtype);
+            Tensor averaged = from_floats(mine, {n}, dtype);
+            Tensor sent = from_floats(mine, {n}, dtype);
+            Tensor scattered = from_floats(mine, {n}, dtype);
             WorkPtr works[] = {all_reduce(c, added, SUM), all_reduce(c, averaged, AVERAGE),
                                broadcast(c, sent, c.world - 1),
                                reduce_scatter(c, scattered, AVERAGE)};
             for (int k : {2, 0, 3, 1}) { wait(c, works[k]); }
-            std::vector<float> a = to_floats(added), b = to_floats(averaged), s = to_floats(sent),
-                               p = to_floats(scattered);
+            const std::vector<float> reduced = to_floats(added), means = to_floats(averaged);
+            const std::vector<float> received = to_floats(sent), parts = to_floats(scattered);
             wait(c, all_gather(c, scattered));
-            std::vector<float> g = to_floats(scattered);
+            const std::vector<float> gathered = to_floats(scattered);
+
             int wrong = 0;
             for (int64_t i = 0; i < n; i++) {
-                double average = sum[i] / c.world,
-                       error = dtype == BF16 ? average / 128 : 1e-6 * average;
-                bool own = i / (n / c.world) == c.rank;
-                wrong += a[i] != sum[i];
-                wrong += !(std::fabs(b[i] - average) <= error);
-                wrong += s[i] != value(c.world - 1, i);
-                wrong += own && !(std::fabs(p[i] - average) <= error);
-                wrong += !(std::fabs(g[i] - average) <= error);
+                const double average = sum[i] / c.world;
+                const double error = dtype == BF16 ? average / 128 : 1e-6 * average;
+                const bool is_ours = i / (n / c.world) == c.rank;
+                wrong += reduced[i] != sum[i];
+                wrong += !(std::fabs(means[i] - average) <= error);
+                wrong += received[i] != value(c.world - 1, i);
+                wrong += is_ours && !(std::fabs(parts[i] - average) <= error);
+                wrong += !(std::fabs(gathered[i] - average) <= error);
             }
             CHECK(wrong == 0);
         }
@@ -83,7 +88,9 @@ static void check_shared_buffers(const Communicator& c) {
             own = whole = sum = Tensor();
             free_shared(c);
             allocate_shared(c, [&] {
-                own = empty({part}, F32), whole = empty({n}, F32), sum = empty({n}, F32);
+                own = empty({part}, F32);
+                whole = empty({n}, F32);
+                sum = empty({n}, F32);
             });
         }
         auto delay = [&](int place) {
@@ -120,11 +127,12 @@ TEST_CASE("ranks: shared buffers over NCCL at random times") {
 // -------------------------------------------------------------------------------------------------
 // Failures
 
-struct Started {
+struct Started {  // a process of the program, and the files that take its output
     pid_t pid;
     FILE *out, *err;
     double at_ms;
 };
+// Starts the program with these words and, beside ours, these environment variables.
 static Started start(std::vector<std::string> words, std::vector<std::string> variables = {}) {
     words.insert(words.begin(), program());
     std::vector<char*> argv;
@@ -152,15 +160,19 @@ struct Ended {
     double ms;   // since `since`
     int signal;  // that ended it; 0: none
 };
+// Waits for the end of a process, and kills it 20 s after `since`. Returns what became of it.
 static Ended finish(const Started& s, double since) {
     int status = 0;
     while (waitpid(s.pid, &status, WNOHANG) == 0) {
         if (now_ms() - since > 20000) { kill(s.pid, SIGKILL); }  // a hang
         usleep(2000);
     }
-    Ended e{WIFEXITED(status) ? WEXITSTATUS(status) : -1, "", "", 0, now_ms() - since,
-            WIFSIGNALED(status) ? WTERMSIG(status) : 0};
-    rewind(s.out), rewind(s.err);
+    Ended e{};
+    e.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+    e.signal = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+    e.ms = now_ms() - since;
+    rewind(s.out);
+    rewind(s.err);
     for (int c; (c = fgetc(s.out)) != EOF;) { e.out += (char)c; }
     for (int c; (c = fgetc(s.err)) != EOF;) { e.err += (char)c; }
     e.lines = (int)std::count(e.err.begin(), e.err.end(), '\n');
@@ -182,6 +194,7 @@ static std::string variable_of(pid_t pid, const std::string& name) {
     }
     return "";
 }
+// Returns the process of a rank, and waits up to 4 s until the launcher has started it.
 static pid_t rank_of_launcher(pid_t launcher, int rank) {
     for (int tries = 0; tries < 2000; tries++) {
         for (pid_t pid : children_of(launcher)) {
@@ -189,7 +202,7 @@ static pid_t rank_of_launcher(pid_t launcher, int rank) {
         }
         usleep(2000);
     }
-    // never 0: that number stands for our own group of processes
+    // A test that went on with 0 would signal our own group of processes.
     FAIL("the launcher started no rank " << rank);
     return 0;
 }
@@ -268,7 +281,8 @@ static std::vector<std::string> as_rank(int rank, int world, const Folder& folde
     return {"RANK=" + std::to_string(rank), "WORLD_SIZE=" + std::to_string(world),
             "CS336_RENDEZVOUS=" + folder.path};
 }
-// No launcher of ours: a rank notices by itself that another one is gone.
+// In the next tests there is no launcher of ours: a rank notices by itself that another one is
+// gone.
 static std::string text_so_far(FILE* file) {
     std::string text(1 << 16, 0);
     text.resize(std::max<ssize_t>(0, pread(fileno(file), text.data(), text.size(), 0)));
@@ -393,6 +407,8 @@ TEST_CASE(
         CHECK(e.signal == SIGTERM);
     }
 }
+// Runs ranks under a launcher that inherits an ignored SIGHUP, sends that to each, and checks that
+// all go on.
 static void check_nohup(const std::vector<std::string>& variables) {
     signal(SIGHUP, SIG_IGN);
     Started s = start(long_run(), variables);
@@ -507,11 +523,11 @@ TEST_CASE(
     CHECK(shared.files().empty());
     Started hydra[] = {start(short_run, {"PMI_RANK=0", "PMI_SIZE=2"}),
                        start(short_run, {"PMI_RANK=1", "PMI_SIZE=2"})};
-    for (const Started& one : hydra) {
-        Ended e = finish(one, one.at_ms);
+    for (int rank : {0, 1}) {
+        Ended e = finish(hydra[rank], hydra[rank].at_ms);
         INFO("mpiexec.hydra: " << e.err);
         CHECK(e.exit_code == 0);
-        if (&one == &hydra[0]) { CHECK(has(e.out, "World size: 2")); }
+        if (rank == 0) { CHECK(has(e.out, "World size: 2")); }
     }
     // torchrun --no-python ./script.sh: each rank has a parent of its own.
     std::string both;
