@@ -414,6 +414,8 @@ struct ParameterGroup {
     Tensor m{}, v{};  // AdamW's, of the own shard, allocated at its first step
     int step = 0;
 };
+// Counts a step of the weights `own`, and allocates their moments before the first one.
+void begin_adamw_step(ParameterGroup& group, const Tensor& own);
 // The root of all ranks' sums: the same on all, so all of them step, or none. It is infinite
 // from 1.8e19 on.
 double norm_over_ranks(const Communicator& c, double square_sum);
@@ -479,6 +481,7 @@ bool can_compare(const Communicator& c, const std::vector<WayRun>& runs, bool al
 Table step_table(const std::string& caption, const char* what);
 void add_step(Table& table, const WayRun& r);
 inline double mib_of(double bytes) { return bytes / 1048576; }
+inline std::string mib_cell(double bytes) { return strprintf("%.1f", mib_of(bytes)); }
 // Every rank's values, of plain types, rank by rank.
 template <class T>
 std::vector<T> gather(const Communicator& c, const std::vector<T>& mine) {
