@@ -1,14 +1,18 @@
-// fsdp.cu: the 2026 handout's sections 7 to 9. FSDP, its accounting, the calculations, the 8.1B
-// step.
+// fsdp.cu: the 2026 handout's sections 7 to 9, in this order.
+//   7  FSDP: what a rank keeps, its hooks before each unit, its optimizer, its trainer; then fsdp
+//      (the check against one process) and fsdp_accounting
+//   8  the calculations: arithmetic alone
+//   9  leaderboard: the 8.1B step
+// Read pre_forward and pre_backward first: they start all gathers and reduce-scatters.
+// finish_backward and fsdp_optimizer_step end the step.
 #include "cs336.h"
 
 // -------------------------------------------------------------------------------------------------
 // FSDP (Zhao et al., 2023; ZeRO-3; the 2026 handout): the weights are sharded, too. A rank keeps
 // 1/N of each unit (the embedding, a block, the head) with its gradients and moments, in fp32 or,
 // in pure bf16, in bf16. Norms are replicated.
-//   forward    compute unit i, gather unit i + 1 beside it
-//   backward   compute unit i, gather unit i - 1 and reduce-scatter unit i + 1's gradients beside
-//   it
+//   forward    compute unit i; beside it gather unit i + 1
+//   backward   compute unit i; beside it gather unit i - 1, reduce-scatter unit i + 1's gradients
 // Whole units lie in two buffers by turns, unit i in number i % 2; gradients in two more. So the
 // gather of unit i + 1 overwrites unit i - 1. It starts when the compute stream has finished that
 // unit, since collectives start behind what is queued there.
@@ -23,8 +27,9 @@ struct FsdpUnit {
     // Its tensors that have a gradient, by their first elements.
     std::multimap<int64_t, Tensor> slots;
 };
-struct FsdpWait {  // of the compute stream, for a collective and what runs behind it
-    int unit;      // -1: the norms
+constexpr int NORMS = -1;  // in place of a unit's number: the replicated weights
+struct FsdpWait {          // of the compute stream, for a collective and what runs behind it
+    int unit;
     WorkPtr work;
     Mark asked, got;
 };
@@ -43,302 +48,367 @@ struct Fsdp {
     int in_buffer[2] = {-1, -1};  // the unit whose weights each buffer has
     WorkPtr gathers[2];
     std::vector<FsdpWait> waits;     // of this step
-    bool steps_in_backward = false;  // see begin_step
+    bool steps_in_backward = false;  // see begin_fsdp_step
     // the unit that backward has come to; before it, a number above the last
     int reached = 0;
     int reducing = -1;  // the unit whose reduce-scatter is under way
     WorkPtr reduce;
     Tensor reduced;  // the sum that it gives, of the own part
 };
-static Tensor own_part(const Fsdp& f, const FsdpUnit& u, const Tensor& whole) {
-    return view(whole, f.c.rank * u.part, {u.part});
+static Tensor own_part(const Fsdp& f, const FsdpUnit& unit, const Tensor& whole) {
+    return view(whole, f.c.rank * unit.part, {unit.part});
 }
 
-// Lays the weights out over the ranks, not set. The shard has weight_dtype(). Where that is fp32,
-// compute_dtype is the one in which weights are sent and computed with, but for unit 0, the
-// embedding, a look-up only, which stays fp32 as under autocast. Gradients are as the shard.
+// Returns the units, with the range of the model's arena that each one's parameters cover.
+static std::vector<FsdpUnit> units_from(const std::vector<Parameter>& parameters) {
+    std::vector<FsdpUnit> units;
+    for (const Parameter& p : parameters) {
+        if (p.unit == NORMS) { continue; }
+        if (p.unit >= (int)units.size()) { units.resize(p.unit + 1); }
+        FsdpUnit& unit = units[p.unit];
+        unit.begin = unit.end == 0 ? p.offset : std::min(unit.begin, p.offset);
+        unit.end = std::max(unit.end, p.offset + count(p.shape));
+    }
+    return units;
+}
+
+// Lays the weights out over the ranks and returns that; the weights are not set. The shard has
+// weight_dtype(). If that is fp32, weights are sent and computed with in compute_dtype. Unit 0, the
+// embedding, stays fp32 even then: it is a look-up only, as under autocast. Gradients have the
+// shard's dtype.
 static std::unique_ptr<Fsdp> fully_shard(const Communicator& c,
                                          const std::vector<Parameter>& parameters,
                                          DType compute_dtype) {
     auto made = std::make_unique<Fsdp>();
-    Fsdp& f = *made;
-    f.c = c, f.parameters = parameters;
+    Fsdp& fsdp = *made;
+    fsdp.c = c;
+    fsdp.parameters = parameters;
+    fsdp.units = units_from(parameters);
+    fsdp.reached = (int)fsdp.units.size();
+
+    // The shard: the own parts, then the norms.
+    for (FsdpUnit& unit : fsdp.units) {
+        unit.part = aligned((unit.end - unit.begin + c.world - 1) / c.world);
+        unit.offset = fsdp.replicated;
+        fsdp.replicated += unit.part;
+    }
+    int64_t end = fsdp.replicated;
+    for (const Parameter& p : parameters) {
+        if (p.unit != NORMS) { continue; }
+        fsdp.replicated_at[p.name] = end;
+        end = aligned(end + count(p.shape));
+    }
     const DType kept = weight_dtype();
-    if (kept != F32) { compute_dtype = kept; }
-    for (const Parameter& p : parameters) {
-        if (p.unit < 0) { continue; }
-        if (p.unit >= (int)f.units.size()) { f.units.resize(p.unit + 1); }
-        FsdpUnit& u = f.units[p.unit];
-        u.begin = u.end == 0 ? p.offset : std::min(u.begin, p.offset);
-        u.end = std::max(u.end, p.offset + count(p.shape));
-    }
-    auto dtype_of = [&](size_t i) { return i == 0 ? kept : compute_dtype; };
-    int64_t weight_bytes[2] = {0, 0}, gradient_bytes[2] = {0, 0};
-    for (size_t i = 0; i < f.units.size(); i++) {
-        FsdpUnit& u = f.units[i];
-        u.part = aligned((u.end - u.begin + c.world - 1) / c.world);
-        u.offset = f.replicated;
-        f.replicated += u.part;
-        int64_t n = c.world * u.part;
-        weight_bytes[i % 2] = std::max<int64_t>(weight_bytes[i % 2], n * size_of(dtype_of(i)));
-        gradient_bytes[i % 2] = std::max<int64_t>(gradient_bytes[i % 2], n * size_of(kept));
-    }
-    int64_t end = f.replicated;
-    for (const Parameter& p : parameters) {
-        if (p.unit < 0) { f.replicated_at[p.name] = end, end = aligned(end + count(p.shape)); }
-    }
-    allocate_shared(c, [&] { f.shard.weights = zeros({end}, kept, PARAMETERS); });
-    f.replicated_gradients = zeros({end - f.replicated}, kept, GRADIENTS);
+    allocate_shared(c, [&] { fsdp.shard.weights = zeros({end}, kept, PARAMETERS); });
+    fsdp.replicated_gradients = zeros({end - fsdp.replicated}, kept, GRADIENTS);
+
+    // The buffers: each as large as the largest of its units.
+    auto dtype_of = [&](size_t unit) { return unit == 0 || kept != F32 ? kept : compute_dtype; };
     for (size_t buffer = 0; buffer < 2; buffer++) {
-        Tensor weights, gradients = empty({gradient_bytes[buffer]}, U8, GRADIENTS);
-        allocate_shared(c, [&] { weights = empty({weight_bytes[buffer]}, U8, WEIGHT_COPIES); });
-        for (size_t i = buffer; i < f.units.size(); i += 2) {
-            FsdpUnit& u = f.units[i];
-            u.weights = weights, u.gradients = gradients;
-            u.weights.dtype = dtype_of(i), u.gradients.dtype = kept;
-            u.weights.shape = u.gradients.shape = {c.world * u.part};
+        int64_t weight_bytes = 0, gradient_bytes = 0;
+        for (size_t i = buffer; i < fsdp.units.size(); i += 2) {
+            const int64_t n = c.world * fsdp.units[i].part;
+            weight_bytes = std::max<int64_t>(weight_bytes, n * size_of(dtype_of(i)));
+            gradient_bytes = std::max<int64_t>(gradient_bytes, n * size_of(kept));
+        }
+        Tensor weights, gradients = empty({gradient_bytes}, U8, GRADIENTS);
+        allocate_shared(c, [&] { weights = empty({weight_bytes}, U8, WEIGHT_COPIES); });
+        for (size_t i = buffer; i < fsdp.units.size(); i += 2) {
+            FsdpUnit& unit = fsdp.units[i];
+            unit.weights = weights;
+            unit.weights.dtype = dtype_of(i);
+            unit.gradients = gradients;
+            unit.gradients.dtype = kept;
+            unit.weights.shape = unit.gradients.shape = {c.world * unit.part};
         }
     }
-    f.reached = (int)f.units.size();
     return made;
 }
-static Tensor place(Fsdp& f, const Parameter& p, const Shape& shape) {  // see Place
+
+// Returns parameter p's tensor (see Place): in its unit's buffer or, a norm, in the shard.
+static Tensor place(Fsdp& fsdp, const Parameter& p, const Shape& shape) {
     Tensor whole, gradients;
     int64_t at;
-    if (p.unit < 0) {
-        whole = view(f.shard.weights, f.replicated, f.replicated_gradients.shape);
-        gradients = f.replicated_gradients, at = f.replicated_at.at(p.name) - f.replicated;
+    if (p.unit == NORMS) {
+        whole = view(fsdp.shard.weights, fsdp.replicated, fsdp.replicated_gradients.shape);
+        gradients = fsdp.replicated_gradients;
+        at = fsdp.replicated_at.at(p.name) - fsdp.replicated;
     } else {
-        const FsdpUnit& u = f.units[p.unit];
-        whole = u.weights, gradients = u.gradients, at = p.offset - u.begin;
+        const FsdpUnit& unit = fsdp.units[p.unit];
+        whole = unit.weights;
+        gradients = unit.gradients;
+        at = p.offset - unit.begin;
     }
     Tensor t = require_gradient(view(whole, at, shape));
     t.gradient->is_parameter = true;
     t.gradient->value = view(gradients, at, shape);
-    if (p.unit >= 0) { f.units[p.unit].slots.emplace(at, t); }
+    if (p.unit != NORMS) { fsdp.units[p.unit].slots.emplace(at, t); }
     return t;
 }
 
-static void start_gather(Fsdp& f, int i) {
-    const FsdpUnit& u = f.units[i];
-    WorkPtr& gather = f.gathers[i % 2];
-    Tensor own = view(f.shard.weights, u.offset, {u.part});
-    if (f.split && i > 0) { own = upper_halves(own); }
-    bool casts = u.weights.dtype != own.dtype;
-    if (casts) { copy_or_add(own_part(f, u, u.weights), own, false); }
-    gather = all_gather(f.c, u.weights, casts ? Tensor() : own);
-    f.in_buffer[i % 2] = i;
+// -------------------------------------------------------------------------------------------------
+// FSDP's hooks: gathers before a unit's ops, reduce-scatters behind them.
+
+// Starts the gather of unit i into its buffer, in the dtype in which it is computed with.
+static void start_gather(Fsdp& fsdp, int i) {
+    const FsdpUnit& unit = fsdp.units[i];
+    Tensor own = view(fsdp.shard.weights, unit.offset, {unit.part});
+    if (fsdp.split && i > 0) { own = upper_halves(own); }
+    const bool casts = unit.weights.dtype != own.dtype;
+    if (casts) { copy_or_add(own_part(fsdp, unit, unit.weights), own, false); }
+    fsdp.gathers[i % 2] = all_gather(fsdp.c, unit.weights, casts ? Tensor() : own);
+    fsdp.in_buffer[i % 2] = i;
 }
 static void wait_for(Fsdp& f, int unit, const WorkPtr& work) {
-    Mark asked = mark();
+    const Mark asked = mark();
     wait(f.c, work);
     f.waits.push_back({unit, work, asked, mark()});
 }
-// Forward goes up to the last unit, then backward down. A checkpoint in between runs units up to
-// the one that backward has come to.
-static void pre_forward(Fsdp& f, int i) {
+
+// Waits for unit i's weights and starts the gather of the unit that is needed next. Forward goes up
+// to the last unit, then backward down. A checkpoint in between runs units up to the one that
+// backward has come to.
+static void pre_forward(Fsdp& fsdp, int i) {
     Range range("gather");
-    if (f.in_buffer[i % 2] != i) { start_gather(f, i); }
-    wait_for(f, i, f.gathers[i % 2]);
-    if (i + 1 == (int)f.units.size()) { f.reached = i; }
-    const int next = i + 1 < f.reached ? i + 1 : i - 1;
-    // backward needs no embedding
-    if (next > 0 && f.in_buffer[next % 2] != next) { start_gather(f, next); }
+    if (fsdp.in_buffer[i % 2] != i) { start_gather(fsdp, i); }
+    wait_for(fsdp, i, fsdp.gathers[i % 2]);
+    if (i + 1 == (int)fsdp.units.size()) { fsdp.reached = i; }  // from here on down
+
+    const bool goes_up = i + 1 < fsdp.reached;
+    const int next = goes_up ? i + 1 : i - 1;
+    // The handout's rule: start a gather only when the layer two before it has finished. Here that
+    // is unit next - 2 on the way up, and next + 2 on the way down, which had the same buffer. Its
+    // ops are queued on the compute stream already, and a gather starts behind what is queued. So
+    // the rule holds by the order of the queue.
+    if (next > 0 && fsdp.in_buffer[next % 2] != next) {  // backward needs no embedding
+        start_gather(fsdp, next);
+    }
 }
 
-static void finish_reduce(Fsdp& f) {
-    if (f.reducing < 0) { return; }
-    wait_for(f, f.reducing, f.reduce);
-    Tensor& sum = f.units[f.reducing].gradient;
+// Waits for the reduce-scatter under way, and keeps its sum or adds it to that of an earlier
+// backward. (With steps_in_backward AdamW has had it.)
+static void finish_reduce(Fsdp& fsdp) {
+    if (fsdp.reducing < 0) { return; }
+    wait_for(fsdp, fsdp.reducing, fsdp.reduce);
+    Tensor& sum = fsdp.units[fsdp.reducing].gradient;
     if (sum) {
-        copy_or_add(sum, f.reduced, true);
-    } else if (!f.steps_in_backward) {
-        sum = f.reduced;
+        copy_or_add(sum, fsdp.reduced, true);
+    } else if (!fsdp.steps_in_backward) {
+        sum = fsdp.reduced;
     }
-    f.reduced = Tensor(), f.reducing = -1;
+    fsdp.reduced = Tensor();
+    fsdp.reducing = -1;
 }
-// What has no gradient counts as zero: padding, and parameters that this rank's loss did not depend
-// on.
-static void zero_the_rest(FsdpUnit& u) {
+
+// Zeroes what has no gradient: padding, and parameters that this rank's loss did not depend on.
+static void zero_the_rest(FsdpUnit& unit) {
     int64_t end = 0;
     auto zero_up_to = [&](int64_t begin) {
-        if (begin > end) { fill_zero(view(u.gradients, end, {begin - end})); }
+        if (begin > end) { fill_zero(view(unit.gradients, end, {begin - end})); }
     };
-    for (const auto& [begin, t] : u.slots) {
+    for (const auto& [begin, t] : unit.slots) {
         if (!t.gradient->filled) { continue; }
         zero_up_to(begin);
         end = begin + t.size();
         t.gradient->filled = false;  // the next backward overwrites it
     }
-    zero_up_to(u.gradients.size());
+    zero_up_to(unit.gradients.size());
 }
-// Each gradient is a unit's, or that of all replicated weights.
-static void update(Fsdp& f, std::vector<FlatGradient> gradients, float gradient_scale) {
+
+// Steps the weights that these gradients are of; each is a unit's, or that of all replicated
+// weights. Split weights have an AdamW of their own.
+static void step_shard(Fsdp& fsdp, std::vector<FlatGradient> gradients, float gradient_scale) {
     NoGrad no_grad;
-    ParameterGroup& g = f.shard;
-    auto plain = std::partition(gradients.begin(), gradients.end(), [&](const FlatGradient& one) {
-        return f.split && one.offset > 0 && one.offset < f.replicated;  // of units 1 and up
-    });
-    adamw_update(g.weights, {plain, gradients.end()}, g.m, g.v, g.adamw, g.step, gradient_scale);
-    adamw_update(g.weights, {gradients.begin(), plain}, g.m, g.v, g.adamw, g.step, gradient_scale,
-                 f.split);
+    ParameterGroup& group = fsdp.shard;
+    auto is_split = [&](const FlatGradient& gradient) {  // of units 1 and up
+        return fsdp.split && gradient.offset > 0 && gradient.offset < fsdp.replicated;
+    };
+    const auto plain = std::partition(gradients.begin(), gradients.end(), is_split);
+    adamw_update(group.weights, {plain, gradients.end()}, group.m, group.v, group.adamw, group.step,
+                 gradient_scale);
+    adamw_update(group.weights, {gradients.begin(), plain}, group.m, group.v, group.adamw,
+                 group.step, gradient_scale, fsdp.split);
 }
-static void begin_update(Fsdp& f) {
-    ParameterGroup& g = f.shard;
-    for (Tensor* moment : {&g.m, &g.v}) {
-        if (!*moment) { *moment = zeros(g.weights.shape, g.weights.dtype, OPTIMIZER); }
-    }
-    g.step++;
-}
-static void start_reduce(Fsdp& f, int i) {
+
+// Starts the reduce-scatter of unit i's gradients and, with steps_in_backward, AdamW behind it.
+static void start_reduce(Fsdp& fsdp, int i) {
     Range range("reduce");
-    finish_reduce(f);  // of unit i + 1: backward now writes unit i - 1's gradients over them
-    FsdpUnit& u = f.units[i];
-    zero_the_rest(u);
-    f.reduced = f.steps_in_backward ? own_part(f, u, u.gradients)
-                                    : empty({u.part}, u.gradients.dtype, GRADIENTS);
-    f.reduce = reduce_scatter(f.c, u.gradients, AVERAGE, f.reduced);
-    f.reducing = i;
-    if (!f.steps_in_backward) { return; }
-    run_behind(f.c, f.reduce, [&f, &u] { update(f, {{f.reduced, u.offset}}, 1); });
+    finish_reduce(fsdp);  // of unit i + 1: backward now writes unit i - 1's gradients over them
+    FsdpUnit& unit = fsdp.units[i];
+    zero_the_rest(unit);
+    fsdp.reduced = fsdp.steps_in_backward ? own_part(fsdp, unit, unit.gradients)
+                                          : empty({unit.part}, unit.gradients.dtype, GRADIENTS);
+    fsdp.reduce = reduce_scatter(fsdp.c, unit.gradients, AVERAGE, fsdp.reduced);
+    fsdp.reducing = i;
+    if (!fsdp.steps_in_backward) { return; }
+    run_behind(fsdp.c, fsdp.reduce, [&fsdp, &unit] {
+        step_shard(fsdp, {{fsdp.reduced, unit.offset}}, 1);
+    });
 }
 static void pre_backward(Fsdp& f, int i) {
-    while (f.reached > i) { start_reduce(f, f.reached--); }
+    for (; f.reached > i; f.reached--) { start_reduce(f, f.reached); }
     // a look-up's backward needs no weights, only the buffer for gradients
     if (i > 0) { pre_forward(f, i); }
 }
-// to a model that has been placed
-static void add_hooks(Model& model, Fsdp& f) {
+
+static void add_hooks(Model& model, Fsdp& f) {  // to a model that has been placed
     // so that slots keep their gradients
-    model.weights = f.shard.weights, model.gradients = f.replicated_gradients;
+    model.weights = f.shard.weights;
+    model.gradients = f.replicated_gradients;
     model.pre_forward = [&f](int unit) { pre_forward(f, unit); };
     model.pre_backward = [&f](int unit) { pre_backward(f, unit); };
 }
-// A Transformer whose weights are f's, which has to outlive it.
-static Model sharded_model(const ModelConfig& c, Fsdp& f) {
-    Model model = lay_out_model(c);
+// Returns a Transformer whose weights are f's, which has to outlive it.
+static Model sharded_model(const ModelConfig& config, Fsdp& f) {
+    Model model = lay_out_model(config);
     place_weights(model,
                   [&](const Parameter& p, const Shape& shape) { return place(f, p, shape); });
     add_hooks(model, f);
     return model;
 }
 
+// -------------------------------------------------------------------------------------------------
+// FSDP's step: begin_fsdp_step, then forward, backward and finish_backward for each batch, then
+// fsdp_optimizer_step.
+
 // the weights have changed
 static void forget_gathered(Fsdp& f) { f.in_buffer[0] = f.in_buffer[1] = -1; }
 static void drop_gradients(Fsdp& f) {
-    for (FsdpUnit& u : f.units) { u.gradient = Tensor(); }
+    for (FsdpUnit& unit : f.units) { unit.gradient = Tensor(); }
     f.replicated_sum = Tensor();
 }
-// Before a step's first forward: the weights have changed. steps_in_backward: each unit takes its
-// AdamW step as soon as its gradient is an average, beside the rest of backward, and its gradient
-// is not kept. That is for steps of one backward whose gradients need no norm first, for clipping
-// or for fp16's loss scale. optimizer_step still follows: it steps the norms.
-static void begin_step(Fsdp& f, bool steps_in_backward = false) {
-    f.waits.clear(), drop_gradients(f), forget_gathered(f);
+
+// Forgets the last step's gradients and gathered weights, which have changed since.
+// steps_in_backward: each unit takes its AdamW step as soon as its gradient is an average, beside
+// the rest of backward, and its gradient is not kept. That is for steps of one backward whose
+// gradients need no norm first, for clipping or for fp16's loss scale. fsdp_optimizer_step still
+// follows: it steps the norms.
+static void begin_fsdp_step(Fsdp& f, bool steps_in_backward = false) {
+    f.waits.clear();
+    drop_gradients(f);
+    forget_gathered(f);
     f.steps_in_backward = steps_in_backward;
-    if (steps_in_backward) { begin_update(f); }
-}
-// After each backward: then the own gradients are averages, or sums of averages.
-static void finish_backward(Fsdp& f) {
-    Range range("synchronize gradients");
-    while (f.reached >= 0) { start_reduce(f, f.reached--); }
-    finish_reduce(f);
-    f.reached = (int)f.units.size();
-    if (f.replicated_gradients.size() == 0) { return; }
-    wait_for(f, -1, all_reduce(f.c, f.replicated_gradients, AVERAGE));
-    const bool first = !f.replicated_sum;
-    if (first) {
-        f.replicated_sum = empty(f.replicated_gradients.shape, f.shard.weights.dtype, GRADIENTS);
-    }
-    copy_or_add(f.replicated_sum, f.replicated_gradients, !first);
-    fill_zero(f.replicated_gradients);  // the next loss may not depend on all of them
+    if (steps_in_backward) { begin_adamw_step(f.shard, f.shard.weights); }
 }
 
+// Ends each backward: the own gradients then are averages, or sums of averages.
+static void finish_backward(Fsdp& fsdp) {
+    Range range("synchronize gradients");
+    for (; fsdp.reached >= 0; fsdp.reached--) { start_reduce(fsdp, fsdp.reached); }
+    finish_reduce(fsdp);
+    fsdp.reached = (int)fsdp.units.size();
+
+    const Tensor& gradients = fsdp.replicated_gradients;
+    if (gradients.size() == 0) { return; }
+    wait_for(fsdp, NORMS, all_reduce(fsdp.c, gradients, AVERAGE));
+    const bool is_first = !fsdp.replicated_sum;
+    if (is_first) {
+        fsdp.replicated_sum = empty(gradients.shape, fsdp.shard.weights.dtype, GRADIENTS);
+    }
+    copy_or_add(fsdp.replicated_sum, gradients, !is_first);
+    fill_zero(gradients);  // the next loss may not depend on all of them
+}
+
+// Returns the gradients that this rank has now: its parts of units, and the norms'.
 static std::vector<FlatGradient> gradients_of(const Fsdp& f) {
     std::vector<FlatGradient> all;
-    for (const FsdpUnit& u : f.units) {
-        if (u.gradient) { all.push_back({u.gradient, u.offset}); }
+    for (const FsdpUnit& unit : f.units) {
+        if (unit.gradient) { all.push_back({unit.gradient, unit.offset}); }
     }
     if (f.replicated_sum) { all.push_back({f.replicated_sum, f.replicated}); }
     return all;
 }
-static double gradient_norm(const Fsdp& f) {
+static double sharded_norm(const Fsdp& f) {
     std::vector<FlatGradient> gradients = gradients_of(f);
     if (f.c.rank > 0 && f.replicated_sum) { gradients.pop_back(); }  // they count once
     return norm_over_ranks(f.c, square_sum(gradients));
 }
-static double optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm) {
-    double norm = guarded_step(
-        scaler, max_norm, [&] { return gradient_norm(f); },
-        [&](float gradient_scale) {
-            if (!f.steps_in_backward) { begin_update(f); }
-            update(f, gradients_of(f), gradient_scale);
-        });
-    drop_gradients(f), forget_gathered(f);
+
+// Steps what backward has not stepped, and returns the norm, as optimizer_step does.
+static double fsdp_optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm) {
+    auto step = [&](float gradient_scale) {
+        if (!f.steps_in_backward) { begin_adamw_step(f.shard, f.shard.weights); }
+        step_shard(f, gradients_of(f), gradient_scale);
+    };
+    const double norm = guarded_step(
+        scaler, max_norm, [&] { return sharded_norm(f); }, step);
+    drop_gradients(f);
+    forget_gathered(f);
     return norm;
 }
 
-// Every parameter in turn, whole, in the shard's dtype. With `write`, what `see` leaves there is
-// cut up again. Every rank has to call it.
-static void visit_whole(Fsdp& f, bool write,
+// -------------------------------------------------------------------------------------------------
+// FSDP's weights from outside, and its trainer
+
+// Calls `see` with every parameter in turn, whole, in the shard's dtype. With `write`, what `see`
+// leaves there is cut up again. Every rank has to call it.
+static void visit_whole(Fsdp& fsdp, bool write,
                         const std::function<void(const Parameter& p, const Tensor& whole)>& see) {
-    for (int i = -1; i < (int)f.units.size(); i++) {
-        Tensor own = f.shard.weights, whole = own;
-        int64_t begin = 0;
-        const bool is_split = f.split && i > 0;
-        if (i >= 0) {
-            const FsdpUnit& u = f.units[i];
-            own = view(own, u.offset, {u.part}),
-            whole = empty({f.c.world * u.part}, own.dtype, WORKSPACE);
-            begin = u.begin;
-            if (is_split) { fast_ways.split(own, false); }
-            wait(f.c, all_gather(f.c, whole, own));
+    for (const Parameter& p : fsdp.parameters) {
+        if (p.unit != NORMS) { continue; }
+        see(p, view(fsdp.shard.weights, fsdp.replicated_at.at(p.name), p.shape));
+    }
+    for (int i = 0; i < (int)fsdp.units.size(); i++) {
+        const FsdpUnit& unit = fsdp.units[i];
+        const Tensor own = view(fsdp.shard.weights, unit.offset, {unit.part});
+        const Tensor whole = empty({fsdp.c.world * unit.part}, own.dtype, WORKSPACE);
+        const bool is_split = fsdp.split && i > 0;
+        if (is_split) { fast_ways.split(own, false); }
+        wait(fsdp.c, all_gather(fsdp.c, whole, own));
+        for (const Parameter& p : fsdp.parameters) {
+            if (p.unit == i) { see(p, view(whole, p.offset - unit.begin, p.shape)); }
         }
-        for (const Parameter& p : f.parameters) {
-            if (p.unit == i) {
-                see(p, view(whole, i < 0 ? f.replicated_at.at(p.name) : p.offset - begin, p.shape));
-            }
-        }
-        if (i >= 0 && write) { copy(own, own_part(f, f.units[i], whole)); }
+        if (write) { copy(own, own_part(fsdp, unit, whole)); }
         if (is_split) { fast_ways.split(own, true); }
     }
-    if (write) { forget_gathered(f); }
+    if (write) { forget_gathered(fsdp); }
 }
-static void init_weights(Fsdp& f, uint64_t seed) {
+static void init_shards(Fsdp& f, uint64_t seed) {
     visit_whole(f, true,
                 [&](const Parameter& p, const Tensor& whole) { init_weight(whole, p.name, seed); });
 }
-// Splits the own parts, if then a gather needs no cast before it.
-static void split_weights(Fsdp& f) {
+// Splits this rank's parts (see FastWays) if a gather then needs no cast before it.
+static void split_shards(Fsdp& f) {
     f.split = can_split(f.shard.weights.dtype, f.units[1].weights.dtype);
     for (size_t i = 1; f.split && i < f.units.size(); i++) {
         fast_ways.split(view(f.shard.weights, f.units[i].offset, {f.units[i].part}), true);
     }
 }
 
+// Returns the part of the last step in which `time` lies: the last one that had begun by then.
+static StepPart part_at(const Trainer& trainer, const Mark& time) {
+    size_t i = trainer.marks.size() - 2;  // the last mark is the step's end
+    while (i > 0 && ms_of(time, trainer.marks[i].second) < 0) { i--; }
+    return trainer.marks[i].first;
+}
+
+// Returns a trainer whose model, made from seed, is sharded over the ranks.
 static Trainer fsdp_trainer(const Communicator& c, const ModelConfig& config, uint64_t seed,
                             bool steps_in_backward = false, const AdamW& adamw = {}) {
-    Trainer t;
-    t.c = c;
-    t.f = fully_shard(c, lay_out_model(config).parameters, matmul_dtype());
-    Fsdp& f = *t.f;
-    t.model = sharded_model(config, f);
-    init_weights(f, seed);
-    f.shard.adamw = adamw;
-    split_weights(f);
-    t.sums_gradients = true;
-    t.before_step = [&f, steps_in_backward] { begin_step(f, steps_in_backward); };
-    t.after_backward = [&f] { finish_backward(f); };
-    t.step_optimizer = [&f](Trainer& t) { return optimizer_step(f, t.scaler, t.max_norm); };
-    t.add_communication = [&f](const Trainer& t, StepNumbers& n) {
-        for (const FsdpWait& w : f.waits) {
-            size_t i = t.marks.size() - 2;
-            while (i > 0 && ms_of(w.asked, t.marks[i].second) < 0) { i--; }
-            const double waited = ms_of(w.got, w.asked);
-            n[t.marks[i].first] -= waited, n[EXPOSED] += waited;
+    Trainer trainer;
+    trainer.c = c;
+    trainer.f = fully_shard(c, lay_out_model(config).parameters, matmul_dtype());
+    Fsdp& fsdp = *trainer.f;
+    trainer.model = sharded_model(config, fsdp);
+    init_shards(fsdp, seed);
+    fsdp.shard.adamw = adamw;
+    split_shards(fsdp);
+
+    trainer.sums_gradients = true;
+    trainer.before_step = [&fsdp, steps_in_backward] { begin_fsdp_step(fsdp, steps_in_backward); };
+    trainer.after_backward = [&fsdp] { finish_backward(fsdp); };
+    trainer.step_optimizer = [&fsdp](Trainer& t) {
+        return fsdp_optimizer_step(fsdp, t.scaler, t.max_norm);
+    };
+    // A wait lies inside some part of the step: its time moves from there to EXPOSED.
+    trainer.add_communication = [&fsdp](const Trainer& t, StepNumbers& numbers) {
+        for (const FsdpWait& stall : fsdp.waits) {
+            const double waited = ms_of(stall.got, stall.asked);
+            numbers[part_at(t, stall.asked)] -= waited;
+            numbers[EXPOSED] += waited;
         }
     };
-    return t;
+    return trainer;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -361,47 +431,57 @@ static const std::vector<FsdpCase> fsdp_cases = {
     {FP32, FUSED, "2"},      {FP32, FUSED, "ffn"},
     {FP32, FUSED, "nested"}, {FP32, FUSED, "1", 2},
     {PREC_PURE_BF16, FUSED}, {PREC_PURE_BF16, FUSED, "1"}};
-static WeightsCheck check_case(const Communicator& c, const FsdpCase& k, uint64_t seed) {
-    context.precision = k.precision, context.mode = k.mode,
-    context.checkpoint = checkpointing_from(k.checkpoint);
-    WeightsCheck check{std::string("FSDP, ") + name_of(k.precision),
-                       strprintf("mode %s, checkpoint %s, %s per step", name_of(k.mode),
-                                 k.checkpoint, counted(k.batches, "backward").c_str())};
+
+// Trains in one case with FSDP and in one process, and returns how their weights differ.
+static WeightsCheck check_case(const Communicator& c, const FsdpCase& tried, uint64_t seed) {
+    context.precision = tried.precision;
+    context.mode = tried.mode;
+    context.checkpoint = checkpointing_from(tried.checkpoint);
+    WeightsCheck check{std::string("FSDP, ") + name_of(tried.precision),
+                       strprintf("mode %s, checkpoint %s, %s per step", name_of(tried.mode),
+                                 tried.checkpoint, counted(tried.batches, "backward").c_str())};
+
     const ModelConfig config = {"lm", 64, 96, 3, 4, VOCABULARY};
-    const bool pure = k.precision == PREC_PURE_BF16;
     AdamW adamw;
-    // in bf16 a weight is rounded, so a small step may be none
-    adamw.lr = pure ? 0.02f : 1e-3f;
-    // else a gradient that is rounding alone moves its weight by lr
-    adamw.eps = k.precision == FP32 ? 1e-5f : 1e-3f;
+    adamw.eps = 1e-3f;  // else a gradient that is rounding alone moves its weight by lr
+    double atol = 1e-4, rtol = 1e-4;
+    if (tried.precision == FP32) {
+        adamw.eps = 1e-5f;
+        atol = 1e-6;
+    }
+    if (tried.precision == PREC_PURE_BF16) {
+        adamw.lr = 0.02f;  // in bf16 a weight is rounded, so a small step may be none
+        // Rounding turns last bits (2^-7 of a weight or less) and goes on from there. In 20 runs
+        // with 2 and 3 ranks all weights were within these bounds.
+        atol = 2e-3;
+        rtol = 1.0 / 64;
+    }
+
     Trainer ours = fsdp_trainer(c, config, seed, false, adamw), whole;
-    whole.model = make_model(config), whole.adamw = adamw;
-    init_weights(whole.model, seed), make_gradients(whole.model);
+    whole.model = make_model(config);
+    whole.adamw = adamw;
+    init_weights(whole.model, seed);
+    make_gradients(whole.model);
     ours.scaler.scale = whole.scaler.scale = 1024;  // a power of two: unscaling is exact
-    // Pure bf16: rounding turns last bits (2^-7 of a weight or less) and goes on from there. In 20
-    // runs with 2 and 3 ranks all weights were within these bounds.
-    const double atol = pure                  ? 2e-3
-                        : k.precision == FP32 ? 1e-6
-                                              : 1e-4,
-                 rtol = pure ? 1.0 / 64 : 1e-4;
-    Fsdp& f = *ours.f;
+    Fsdp& fsdp = *ours.f;
     for (int step = 0; step < STEPS; step++) {
-        train_both(c, ours, whole, seed + step, k.batches);
-        visit_whole(f, false, [&](const Parameter& p, const Tensor& got) {
+        train_both(c, ours, whole, seed + step, tried.batches);
+        visit_whole(fsdp, false, [&](const Parameter& p, const Tensor& got) {
             compare(check, got, view(whole.model.weights, p.offset, p.shape), atol, rtol);
         });
     }
-    const Tensor norms = view(f.shard.weights, f.replicated, f.replicated_gradients.shape);
+    const Tensor norms = view(fsdp.shard.weights, fsdp.replicated, fsdp.replicated_gradients.shape);
     check.match = same_bits_everywhere(c, norms) && check.match;
     return check;
 }
 
-int cmd_fsdp(const Options& o) {
-    return run_ranks(o, [&](const Communicator& c) {
+// Checks all cases that run on this device, and prints the table and the answer.
+int cmd_fsdp(const Options& options) {
+    return run_ranks(options, [&](const Communicator& c) {
         std::vector<WeightsCheck> checks;
-        for (const FsdpCase& k : fsdp_cases) {
-            if (k.mode == FLASH && !fastest_flash(context.device, F32, 16)) { continue; }
-            checks.push_back(check_case(c, k, o.seed));
+        for (const FsdpCase& tried : fsdp_cases) {
+            if (tried.mode == FLASH && !fastest_flash(context.device, F32, 16)) { continue; }
+            checks.push_back(check_case(c, tried, options.seed));
         }
         print_checks(
             c,
@@ -419,57 +499,61 @@ int cmd_fsdp(const Options& o) {
 // optimizer sharded, and with FSDP; (b) how long each unit's gather took, and how long the compute
 // stream waited for it.
 
-// early: see begin_step's steps_in_backward
+// early: see begin_fsdp_step's steps_in_backward
 enum Way { PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED, EARLY_ADAMW };
 struct FsdpRun : WayRun {
     std::vector<double> gather{}, wait{};  // of each unit in forward, ms, in the mean step
 };
 
 // Adds the last of `steps` steps. Forward comes first and asks for each unit once, in order.
-static void add_unit_times(const Fsdp& f, int steps, FsdpRun& r) {
-    r.gather.resize(f.units.size()), r.wait.resize(f.units.size());
-    for (size_t i = 0; i < f.units.size(); i++) {
-        const FsdpWait& w = f.waits[i];
-        r.gather[i] += ms_of(w.work->end, w.work->begin) / steps;
-        r.wait[i] += ms_of(w.got, w.asked) / steps;
+static void add_unit_times(const Fsdp& fsdp, int steps, FsdpRun& run) {
+    const size_t units = fsdp.units.size();
+    run.gather.resize(units);
+    run.wait.resize(units);
+    for (size_t i = 0; i < units; i++) {
+        const FsdpWait& wait = fsdp.waits[i];
+        run.gather[i] += ms_of(wait.work->end, wait.work->begin) / steps;
+        run.wait[i] += ms_of(wait.got, wait.asked) / steps;
     }
 }
 
-static void print_tables(const std::string& caption, const std::vector<FsdpRun>& runs) {
+// Prints (a)'s table, a row for each way, and (b)'s, a row for each of FSDP's units.
+static void print_fsdp_accounting(const std::string& caption, const std::vector<FsdpRun>& runs) {
     Table memory{caption +
                      "; (a): rank 0 at its peak, MiB; early AdamW: each unit's step in backward",
                  {"Way", "peak", "predicted", "parameters", "copies", "gradients", "optimizer",
                   "activations", "step (ms)"}};
-    for (const FsdpRun& r : runs) {
-        auto cell = [&](double bytes) { return r.oom ? "" : strprintf("%.1f", mib_of(bytes)); };
-        const size_t* by = r.use.peak_by;
-        memory.row(
-            r.name, r.oom ? oom_cell(r.oom) : cell(r.use.peak),
-            strprintf("%.1f", mib_of(r.predicted)), cell(by[PARAMETERS]), cell(by[WEIGHT_COPIES]),
-            cell(by[GRADIENTS]), cell(by[OPTIMIZER]),
-            cell(r.use.peak - by[PARAMETERS] - by[WEIGHT_COPIES] - by[GRADIENTS] - by[OPTIMIZER]),
-            r.oom ? NAN : r.ms[TOTAL].mean);
+    for (const FsdpRun& run : runs) {
+        auto cell = [&](double bytes) { return run.oom ? "" : mib_cell(bytes); };
+        const size_t peak = run.use.peak;
+        const size_t* by = run.use.peak_by;
+        memory.row(run.name, run.oom ? oom_cell(run.oom) : cell(peak), mib_cell(run.predicted),
+                   cell(by[PARAMETERS]), cell(by[WEIGHT_COPIES]), cell(by[GRADIENTS]),
+                   cell(by[OPTIMIZER]),
+                   cell(peak - by[PARAMETERS] - by[WEIGHT_COPIES] - by[GRADIENTS] - by[OPTIMIZER]),
+                   run.oom ? NAN : run.ms[TOTAL].mean);
     }
     print(memory);
-    const std::vector<double>&gather = runs[FULLY_SHARDED].gather, &wait = runs[FULLY_SHARDED].wait;
+
+    const FsdpRun& fsdp = runs[FULLY_SHARDED];
     Table times{"(b): FSDP's all-gathers in forward, and its waits for them, ms; rank 0, mean step",
                 {"unit", "gather", "wait"}};
-    for (size_t i = 0; i < gather.size(); i++) {
-        times.row(i == 0                   ? "embedding"
-                  : i + 1 == gather.size() ? "lm_head"
-                                           : strprintf("layer %zu", i - 1),
-                  strprintf("%.3f", gather[i]), strprintf("%.3f", wait[i]));
+    for (size_t i = 0; i < fsdp.gather.size(); i++) {
+        std::string unit = i == 0 ? "embedding" : strprintf("layer %zu", i - 1);
+        if (i + 1 == fsdp.gather.size()) { unit = "lm_head"; }
+        times.row(unit, strprintf("%.3f", fsdp.gather[i]), strprintf("%.3f", fsdp.wait[i]));
     }
-    if (!gather.empty()) { print(times); }
+    if (!times.rows.empty()) { print(times); }
 }
 
-// By what FSDP's peak differs from the expected one, the largest part first. saved: the bytes that
-// it should save of weights, and of gradients; of moments.
+// Names in what FSDP's peak differs from the expected one, the largest part first, in MiB. FSDP
+// should save `saved` bytes of weights, as many of gradients, and `moments` of AdamW's state.
 static std::string causes(const MemoryUse& other, const MemoryUse& fsdp, double saved,
                           double moments) {
     std::multimap<double, std::string> parts;
     for (Category k : {PARAMETERS, GRADIENTS, OPTIMIZER, WEIGHT_COPIES, ACTIVATIONS}) {
-        const double expected = k < OPTIMIZER ? saved : k == OPTIMIZER ? moments : 0;
+        double expected = k == OPTIMIZER ? moments : 0;
+        if (k == PARAMETERS || k == GRADIENTS) { expected = saved; }
         const double mib = mib_of((double)fsdp.peak_by[k] - (double)other.peak_by[k] + expected);
         if (std::fabs(mib) >= 0.05) {
             parts.insert({-std::fabs(mib), strprintf("%s %+.1f", name_of(k), mib)});
@@ -480,10 +564,10 @@ static std::string causes(const MemoryUse& other, const MemoryUse& fsdp, double 
     return list_of(all);
 }
 
-// runs: DDP, sharded optimizer, FSDP, ...; bytes: of a weight.
+// Answers (a) and (b). runs: by Way; psi: parameters; bytes: of a weight.
 static void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, double psi,
                                    int bytes) {
-    const double N = world, full = 4 * bytes * psi, split = (full + full / N) / 2, part = full / N;
+    const double N = world, full = 4 * bytes * psi, part = full / N, split = (full + part) / 2;
     answer("a",
            "FSDP should save %.1f MiB against DDP and %.1f MiB against a sharded optimizer. "
            "Weights, gradients and two moments take %d Psi bytes with DDP, (%d + %d/N) Psi with "
@@ -492,24 +576,24 @@ static void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, 
            psi, world);
     const FsdpRun& fsdp = runs[FULLY_SHARDED];
     if (fsdp.oom) { return; }
-    for (int way : {PLAIN_DDP, SHARDED_OPTIMIZER}) {
-        const char* other = way == PLAIN_DDP ? "DDP" : "the sharded optimizer";
-        if (runs[way].oom) {
-            answer("a", "%s did not fit.", runs[way].name.c_str());
-            continue;
-        }
-        const double saved = mib_of((double)runs[way].use.peak - (double)fsdp.use.peak);
-        const double more = saved - mib_of((way == PLAIN_DDP ? full : split) - part);
+
+    // held: the bytes that a rank holds; moments: those of AdamW's state that FSDP saves
+    auto answer_against = [&](const FsdpRun& run, const char* name, double held, double moments) {
+        if (run.oom) { return answer("a", "%s did not fit.", run.name.c_str()); }
+        const double saved = mib_of((double)run.use.peak - (double)fsdp.use.peak);
+        const double more = saved - mib_of(held - part);
         answer("a", "FSDP takes %.1f MiB %s than %s. It takes %.1f MiB %s than expected (MiB: %s).",
-               std::fabs(saved), saved < 0 ? "more" : "less", other, std::fabs(more),
+               std::fabs(saved), saved < 0 ? "more" : "less", name, std::fabs(more),
                more < 0 ? "more" : "less",
-               causes(runs[way].use, fsdp.use, (full - part) / 4,
-                      way == PLAIN_DDP ? (full - part) / 2 : 0)
-                   .c_str());
-    }
+               causes(run.use, fsdp.use, (full - part) / 4, moments).c_str());
+    };
+    answer_against(runs[PLAIN_DDP], "DDP", full, (full - part) / 2);
+    answer_against(runs[SHARDED_OPTIMIZER], "the sharded optimizer", split, 0);
+
     double gathers = 0, waits = 0;  // of those in forward that have a block to hide under
-    for (size_t u = 2; u < fsdp.gather.size(); u++) {
-        gathers += fsdp.gather[u], waits += fsdp.wait[u];
+    for (size_t unit = 2; unit < fsdp.gather.size(); unit++) {
+        gathers += fsdp.gather[unit];
+        waits += fsdp.wait[unit];
     }
     answer("b",
            "%s in time for forward: those after layer 0 take %.3f ms, and forward waits %.3f ms "
@@ -519,30 +603,37 @@ static void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, 
            fsdp.wait[0], fsdp.wait[1]);
 }
 
+// Times the four ways and prints tables and answers. Only way FSDP has times of gathers.
 int cmd_fsdp_accounting(const Options& typed) {
     return run_ranks(typed, [&](const Communicator& c) {
-        Options o = typed;
-        const ModelConfig config = choose_step(o, c);
-        auto plain = [&] { return random_model(config, o.seed); };
+        Options options = typed;
+        const ModelConfig config = choose_step(options, c);
+        const uint64_t seed = options.seed;
+        auto plain = [&] { return random_model(config, seed); };
         const std::vector<std::pair<const char*, MakeTrainer>> ways = {
             {"DDP", [&](auto& c) { return data_parallel_trainer(c, plain(), OVERLAPPED, 0); }},
             {"sharded optimizer", [&](auto& c) { return sharded_trainer(c, plain(), ZERO1); }},
-            {"FSDP", [&](auto& c) { return fsdp_trainer(c, config, o.seed); }},
-            {"FSDP, early AdamW", [&](auto& c) { return fsdp_trainer(c, config, o.seed, true); }}};
+            {"FSDP", [&](auto& c) { return fsdp_trainer(c, config, seed); }},
+            {"FSDP, early AdamW", [&](auto& c) { return fsdp_trainer(c, config, seed, true); }}};
+
         std::vector<FsdpRun> runs;
         std::vector<Trace> traces;
-        for (const std::pair<const char*, MakeTrainer>& way : ways) {
+        for (const auto& way : ways) {
             const char* name = way.first;
             // its step needs a norm first
             if (runs.size() == EARLY_ADAMW && context.precision == PREC_FP16) { break; }
-            FsdpRun& r = runs.emplace_back(FsdpRun{{name}});
-            run_way(r, c, o, way.second, 1, [&](Trainer& t) {
-                if (t.f && t.steps > o.warmup[0]) { add_unit_times(*t.f, o.steps, r); }
-                trace_step(t, name, o, config, traces);
+            FsdpRun& run = runs.emplace_back(FsdpRun{{name}});
+            run_way(run, c, options, way.second, 1, [&](Trainer& t) {
+                if (t.f && t.steps > options.warmup[0]) {
+                    add_unit_times(*t.f, options.steps, run);
+                }
+                trace_step(t, name, options, config, traces);
             });
         }
-        if (!o.trace.empty()) { write_trace(o.trace, traces, caption_of(o, config, c), c); }
-        if (c.rank == 0) { print_tables(caption_of(o, config, c), runs); }
+
+        const std::string caption = caption_of(options, config, c);
+        if (!options.trace.empty()) { write_trace(options.trace, traces, caption, c); }
+        if (c.rank == 0) { print_fsdp_accounting(caption, runs); }
         if (can_compare(c, {runs.begin(), runs.end()}, false)) {
             answer_fsdp_accounting(runs, c.world, parameters_of(config),
                                    (int)size_of(weight_dtype()));
@@ -564,33 +655,41 @@ int cmd_fsdp_accounting(const Options& typed) {
 struct LayerSizes {
     double B, D, F, C, W;  // tokens, d_model, d_ff, FLOP/s of a device, bytes/s out of it
 };
+constexpr int FORWARD_PRODUCTS = 3, BACKWARD_PRODUCTS = 6;
 struct PassCost {  // of one device
     const char* what;
-    double flops, communication;  // seconds
+    double flops, communication;  // communication: seconds
     double most;                  // devices, up to which computation takes as long
+    int products = FORWARD_PRODUCTS;
 };
 // Backward, forward. An all-reduce of all gradients, data parallelism's, sends what the gathers and
 // reduce-scatters of FSDP's backward send.
 static std::vector<PassCost> fsdp_costs(const LayerSizes& l, double N) {
     auto [B, D, F, C, W] = l;
-    return {{"Backward", 12 * B * D * F / N, 12 * D * F * (N - 1) / N / W, 1 + B * W / C},
-            {"Forward", 6 * B * D * F / N, 6 * D * F * (N - 1) / N / W, 1 + B * W / C}};
+    const double most = 1 + B * W / C;
+    return {{"Backward", 12 * B * D * F / N, 12 * D * F * (N - 1) / N / W, most, BACKWARD_PRODUCTS},
+            {"Forward", 6 * B * D * F / N, 6 * D * F * (N - 1) / N / W, most}};
 }
 static std::vector<PassCost> tp_costs(const LayerSizes& l, double N) {
     auto [B, D, F, C, W] = l;
-    return {{"Backward", 12 * B * D * F / N, 4 * B * D * (N - 1) / N / W, 1 + 3 * F * W / C},
-            {"Forward", 6 * B * D * F / N, 4 * B * D * (N - 1) / N / W, 1 + 3 * F * W / (2 * C)}};
+    const double sent = 4 * B * D * (N - 1) / N / W;
+    return {{"Backward", 12 * B * D * F / N, sent, 1 + 3 * F * W / C, BACKWARD_PRODUCTS},
+            {"Forward", 6 * B * D * F / N, sent, 1 + 3 * F * W / (2 * C)}};
 }
-// Forward: N devices along the FSDP axis, M along the TP axis. With a = B W / C and b = 3 D_FF W /
-// (2 C) the axes' times are at most the products' up to 1 + a and 1 + b devices. In turn they add
-// up: 3 D_FF N + 2 B M <= Q, and N M is largest where both terms are Q / 2; where that is less than
-// one device along an axis, the axis goes.
+
+// Returns forward's costs on N devices along the FSDP axis and M along the TP axis. With a = B W /
+// C and b = 3 D_FF W / (2 C) the axes' times are at most the products' up to 1 + a and 1 + b
+// devices. In turn they add up: 3 D_FF N + 2 B M <= Q, and N M is largest where both terms are Q /
+// 2. If that is less than one device along an axis, the axis goes.
 static std::vector<PassCost> fsdp_tp_costs(const LayerSizes& l, double N, double M) {
     auto [B, D, F, C, W] = l;
     const double a = B * W / C, b = 3 * F * W / (2 * C), Q = 3 * B * F * W / C + 3 * F + 2 * B;
+    double in_turn = Q * Q / (24 * B * F);
+    if (a < b / (b + 1)) { in_turn = 1 + b; }
+    if (b < a / (a + 1)) { in_turn = 1 + a; }
+
     const double flops = 6 * B * D * F / (N * M);
     const double fsdp = 6 * D * F * (N - 1) / (N * M) / W, tp = 4 * B * D * (M - 1) / (N * M) / W;
-    const double in_turn = b < a / (a + 1) ? 1 + a : a < b / (b + 1) ? 1 + b : Q * Q / (24 * B * F);
     return {{"FSDP axis", flops, fsdp, 1 + a},
             {"TP axis", flops, tp, 1 + b},
             {"both, overlapped", flops, std::max(fsdp, tp), (1 + a) * (1 + b)},
@@ -608,6 +707,7 @@ static void print_setting(const Options& o, const std::string& devices) {
            o.command.c_str(), o.tokens, o.d_model, o.d_ff, o.tflops, o.bandwidth_gb,
            devices.c_str(), origin().c_str());
 }
+// Answers how long an all-reduce takes in which each device sends whole tensors around the ring.
 int cmd_alternate_ring_all_reduce(const Options& o) {
     double S = o.tensor_mb * 1e6, W = o.bandwidth_gb * 1e9, N = o.devices;
     double ms = 1e3 * (N - 1) * S / W, usual_ms = 1e3 * 2 * (N - 1) * S / (N * W);
@@ -624,26 +724,27 @@ int cmd_alternate_ring_all_reduce(const Options& o) {
     return 0;
 }
 
-// n: the handout's name of the number of devices; sends: what backward sends twice.
-static int split_of_batch(const Options& o, const char* n, const std::vector<PassCost>& costs,
-                          const char* sends) {
-    const auto [B, D, F, C, W] = sizes_of(o);
-    const double N = o.devices;
-    print_setting(o, strprintf("N = %s = %g", n, N));
-    for (const PassCost& p : costs) {
-        const int k = &p == &costs[0] ? 12 : 6;  // of backward, of forward
+// Prints the answers of data_parallel_calcs and fsdp_calcs. name: the handout's, of the number of
+// devices; sends: what backward sends twice.
+static int split_of_batch(const Options& options, const char* name,
+                          const std::vector<PassCost>& costs, const char* sends) {
+    const auto [B, D, F, C, W] = sizes_of(options);
+    const double N = options.devices;
+    print_setting(options, strprintf("N = %s = %g", name, N));
+    for (const PassCost& pass : costs) {
+        const int k = 2 * pass.products;
         answer("a",
                "%s: %d B D D_FF / N = %d x %.7g x %.7g x %.7g / %g = %.4g FLOP, %d products of 2 "
                "(B / N) D D_FF.",
-               p.what, k, k, B, D, F, N, p.flops, k / 2);
+               pass.what, k, k, B, D, F, N, pass.flops, pass.products);
     }
-    for (const PassCost& p : costs) {
-        const int k = &p == &costs[0] ? 12 : 6;
+    for (const PassCost& pass : costs) {
+        const int k = 2 * pass.products;
         answer("b",
                "%s: %d D D_FF (N - 1) / (N W) = %d x %.7g x %.7g x (%g - 1) / (%g x %g) = %.4g ms. "
                "A ring sends (N - 1) / N of 6 D D_FF bytes out of each device %s.",
-               p.what, k, k, D, F, N, N, W, 1e3 * p.communication,
-               k == 12 ? sends : "once, to gather the weights");
+               pass.what, k, k, D, F, N, N, W, 1e3 * pass.communication,
+               pass.products == BACKWARD_PRODUCTS ? sends : "once, to gather the weights");
     }
     answer("c",
            "N <= 1 + B W / C = 1 + %.7g x %g / %g = %.4g devices%s, from 12 D D_FF (N - 1) / W <= "
@@ -660,6 +761,7 @@ int cmd_fsdp_calcs(const Options& o) {
                           "twice, to gather the weights and to reduce-scatter the gradients");
 }
 
+// Answers (a) to (d) for tensor parallelism: backward's steps, FLOPs, communication, devices.
 int cmd_tp_calcs(const Options& o) {
     const LayerSizes l = sizes_of(o);
     const auto [B, D, F, C, W] = l;
@@ -696,6 +798,8 @@ int cmd_tp_calcs(const Options& o) {
     return 0;
 }
 
+// Answers (a) to (d) for forward on a grid of FSDP and TP: FLOPs, communication, and how many
+// devices if the axes' communication overlaps (c) or takes turns (d).
 int cmd_fsdp_tp_calcs(const Options& o) {
     const LayerSizes l = sizes_of(o);
     const auto [B, D, F, C, W] = l;
@@ -744,42 +848,47 @@ struct LeaderboardRun : WayRun {
     double tflops() const { return flops / ms[TOTAL].mean / 1e9; }  // per second, of all ranks
 };
 
-// Without what runs again. Forward has a product for each weight and backward two; of attention's
-// scores the causal half is needed, by two products in forward and five in backward.
-static double step_flops(const ModelConfig& c, double B, double T) {
-    const double C = c.d_model, F = c.d_ff, L = c.num_layers;
+// Returns the FLOPs of a step, without what runs again. Forward has a product for each weight and
+// backward two; of attention's scores the causal half is needed, by two products in forward and
+// five in backward.
+static double step_flops(const ModelConfig& config, double B, double T) {
+    const double C = config.d_model, F = config.d_ff, L = config.num_layers;
     // the embedding is a look-up
-    const double weights = L * (4 * C * C + 3 * C * F) + c.vocab_size * C;
+    const double weights = L * (4 * C * C + 3 * C * F) + config.vocab_size * C;
     return 6 * B * T * weights + 7 * B * T * T * C * L;
 }
 
-// A step takes its sequences one by one, a backward each.
-static MakeTrainer trainer_of(const Options& o) {
-    return [&o, config = configs_of(o)[0]](const Communicator& c) {
-        if (c.world > 1) { return fsdp_trainer(c, config, o.seed); }
-        Trainer t;
-        t.model = random_model(config, o.seed);
-        make_optimizer_state(t.model);
-        if (o.batch_size > 1) { make_gradients(t.model); }  // in which they add up
-        return t;
+// Returns a function that makes the step's trainer. A step takes its sequences one by one, a
+// backward each.
+static MakeTrainer trainer_of(const Options& options) {
+    return [&options, config = configs_of(options)[0]](const Communicator& c) {
+        if (c.world > 1) { return fsdp_trainer(c, config, options.seed); }
+        Trainer trainer;
+        trainer.model = random_model(config, options.seed);
+        make_optimizer_state(trainer.model);
+        if (options.batch_size > 1) { make_gradients(trainer.model); }  // in which they add up
+        return trainer;
     };
 }
+
 // Sets what runs again in backward, context's recompute and checkpoint: the least that leaves each
 // of `world` ranks a predicted peak of at most `room` bytes. What costs least comes first; in
 // brackets per block and sequence of 8B on an H200. The norms and SwiGLU run again (0.8 ms); then
 // feed-forwards (9 ms each); then whole blocks (24 ms more). The peak falls in a straight line with
 // the number of those, so the ends of the line tell how many.
-static void choose_what_runs_again(const Options& o, int world, double room) {
+static void choose_what_runs_again(const Options& options, int world, double room) {
     auto peak = [&](bool recompute, const Checkpointing& checkpoint) {
-        context.recompute = recompute, context.checkpoint = checkpoint;
-        return (double)steps_peak(world, o, trainer_of(o), o.batch_size);
+        context.recompute = recompute;
+        context.checkpoint = checkpoint;
+        return (double)steps_peak(world, options, trainer_of(options), options.batch_size);
     };
     if (peak(false, {}) <= room) { return; }
     const double nothing = peak(true, {});
     if (nothing <= room) { return; }
-    const double ffns = peak(true, {Checkpointing::BLOCKS, 0}),
-                 blocks = peak(true, {Checkpointing::GROUPS, 1});
-    const int L = configs_of(o)[0].num_layers;
+
+    const double ffns = peak(true, {Checkpointing::BLOCKS, 0});
+    const double blocks = peak(true, {Checkpointing::GROUPS, 1});
+    const int L = configs_of(options)[0].num_layers;
     auto enough = [&](double from, double to) {
         return (int)std::ceil(L * (from - room) / (from - to));
     };
@@ -790,21 +899,23 @@ static void choose_what_runs_again(const Options& o, int world, double room) {
     }
 }
 
-static void print_tables(const LeaderboardRun& r, const std::string& caption) {
+// Prints two tables: the parts of a step; its rates, memory and losses.
+static void print_leaderboard(const LeaderboardRun& run, const std::string& caption) {
     Table parts = step_table(caption, "Model");
-    add_step(parts, r);
+    add_step(parts, run);
     print(parts);
-    if (r.oom) { return; }
+    if (run.oom) { return; }
+
     Table table{
         "The same steps; head and loss, with the head's gradients, come between forward and "
         "backward",
         {"head and loss ms", "tokens/s", "TFLOP/s", "MFU %", "predicted MiB", "peak MiB",
          "first loss", "last loss"}};
-    table.row(strprintf("%.2f", r.ms[HEAD_AND_LOSS].mean),
-              strprintf("%.0f", r.tokens / r.ms[TOTAL].mean * 1e3), r.tflops(),
-              percent_of_peak(r.tflops() / r.world, context.precision),
-              strprintf("%.1f", mib_of(r.predicted)), strprintf("%.1f", mib_of(r.use.peak)),
-              strprintf("%.5f", r.first_loss), strprintf("%.5f", r.loss));
+    table.row(strprintf("%.2f", run.ms[HEAD_AND_LOSS].mean),
+              strprintf("%.0f", run.tokens / run.ms[TOTAL].mean * 1e3), run.tflops(),
+              percent_of_peak(run.tflops() / run.world, context.precision), mib_cell(run.predicted),
+              mib_cell(run.use.peak), strprintf("%.5f", run.first_loss),
+              strprintf("%.5f", run.loss));
     print(table);
 }
 static void answer_leaderboard(const LeaderboardRun& r) {
@@ -815,57 +926,66 @@ static void answer_leaderboard(const LeaderboardRun& r) {
            counted(r.ms[TOTAL].n, "step").c_str(), r.tflops(), mib_of(r.use.peak) / 1024);
 }
 
-static void leaderboard(Options o, const Communicator& c) {
-    const ModelConfig config = choose_step(o, c);
-    if (o.quick && !o.has("batch_size")) { o.batch_size = c.world; }
-    if (o.batch_size % c.world != 0) {
+// Times the step on these ranks, or in one process, and prints tables and answer.
+static void leaderboard(Options options, const Communicator& c) {
+    const ModelConfig config = choose_step(options, c);
+    if (options.quick && !options.has("batch_size")) { options.batch_size = c.world; }
+    if (options.batch_size % c.world != 0) {
         usage_error("--batch_size: got %d, takes a multiple of %d, the number of ranks",
-                    o.batch_size, c.world);
+                    options.batch_size, c.world);
     }
     if (context.mode == EAGER || context.precision == PREC_FP16) {
         usage_error("--mode %s, --precision %s: takes mode fused or flash, and not fp16",
                     name_of(context.mode), name_of(context.precision));
     }
+
     context.head_chunk = 2048;  // rows of the logits that the loss makes at a time
     // so that events can stand between the parts; a step's kernels hide the launches
     context.each_launch = true;
-    LeaderboardRun r{{config.name}};
-    r.world = c.world, r.tokens = (double)o.batch_size * o.context_length;
-    r.flops = step_flops(config, o.batch_size, o.context_length);
-    o.batch_size /= c.world;
+    LeaderboardRun run{{config.name}};
+    run.world = c.world;
+    run.tokens = (double)options.batch_size * options.context_length;
+    run.flops = step_flops(config, options.batch_size, options.context_length);
+    options.batch_size /= c.world;
     // A thirtieth of what a step needs is left for NCCL, cuBLAS and the gaps between buffers.
-    if (!o.has("checkpoint")) {
-        choose_what_runs_again(o, c.world, room_of_each_rank(c) * 30.0 / 31);
+    if (!options.has("checkpoint")) {
+        choose_what_runs_again(options, c.world, room_of_each_rank(c) * 30.0 / 31);
     }
-    run_way(r, c, o, trainer_of(o), o.batch_size, [&](Trainer& t) {
-        if (t.steps == 1) { r.first_loss = mean_over_ranks(c, t.loss); }
-        if (t.steps > 0) { return; }
-        t.model.pre_forward = [&t, head = config.num_layers + 1,
-                               gather = t.model.pre_forward](int unit) {
-            if (unit == head) { t.marks.push_back({HEAD_AND_LOSS, mark()}); }
+
+    run_way(run, c, options, trainer_of(options), options.batch_size, [&](Trainer& trainer) {
+        if (trainer.steps == 1) { run.first_loss = mean_over_ranks(c, trainer.loss); }
+        if (trainer.steps > 0) { return; }
+        // The head's unit, after the blocks, begins the part HEAD_AND_LOSS.
+        trainer.model.pre_forward = [&trainer, head = config.num_layers + 1,
+                                     gather = trainer.model.pre_forward](int unit) {
+            if (unit == head) { trainer.marks.push_back({HEAD_AND_LOSS, mark()}); }
             if (gather) { gather(unit); }
         };
     });
+
     if (c.rank == 0) {
-        print_tables(
-            r,
-            caption_of(o, config, c) +
+        print_leaderboard(
+            run,
+            caption_of(options, config, c) +
                 strprintf(
                     "; causal; a sequence per backward; %.4g FLOP per step without what runs again",
-                    r.flops));
+                    run.flops));
     }
-    if (r.oom) { fail("no step ran: each rank needs %.1f GiB", mib_of(r.oom) / 1024); }
-    if (c.rank == 0) { answer_leaderboard(r); }
+    if (run.oom) { fail("no step ran: each rank needs %.1f GiB", mib_of(run.oom) / 1024); }
+    if (c.rank == 0) { answer_leaderboard(run); }
 }
+
+// By default two GPUs take part if there are two, else one process. Returns the exit code.
 int cmd_leaderboard(const Options& typed) {
-    Options o = typed;
-    if (!o.has("nproc")) {
-        o.nproc = o.device != "cpu" && why_not("nccl", CUDA, 2).empty() ? 2 : 1;
+    Options options = typed;
+    if (!options.has("nproc")) {
+        const bool two_gpus = options.device != "cpu" && why_not("nccl", CUDA, 2).empty();
+        options.nproc = two_gpus ? 2 : 1;
     }
-    if (is_rank() || o.nproc > 1 || o.has("backend")) {
-        return run_ranks(o, [&](const Communicator& c) { leaderboard(o, c); });
+    if (is_rank() || options.nproc > 1 || options.has("backend")) {
+        return run_ranks(options, [&](const Communicator& c) { leaderboard(options, c); });
     }
-    context.device = choose_device(o.device);
-    leaderboard(o, {0, 1, 1, "none", nullptr});
+    context.device = choose_device(options.device);
+    leaderboard(options, {0, 1, 1, "none", nullptr});
     return 0;
 }

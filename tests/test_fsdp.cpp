@@ -104,10 +104,10 @@ static std::unique_ptr<Fsdp> shards_of(const Communicator& c) {
 }
 static Tensor step_of(Model& model, Fsdp& f, int rank) {
     LossScaler scaler;
-    begin_step(f);
+    begin_fsdp_step(f);
     Tensor loss = forward_backward(model, random_batch(2, 8, 50, rank), 1);
     finish_backward(f);
-    optimizer_step(f, scaler, 1.0);
+    fsdp_optimizer_step(f, scaler, 1.0);
     return loss;
 }
 static std::vector<FsdpWait> gathers_of(const Fsdp& f) {
@@ -152,7 +152,8 @@ static void check_gathers(const Communicator& c) {
         }
     }
     context.checkpoint = {Checkpointing::GROUPS, 1};  // each block runs again, then backward
-    step_of(model, *f, c.rank), step_of(model, *f, c.rank);
+    step_of(model, *f, c.rank);
+    step_of(model, *f, c.rank);
     const std::vector<FsdpWait> waits = gathers_of(*f);
     CHECK(units_of(waits) == std::vector<int>{0, 1, 2, 3, 4, 5, 4, 4, 3, 3, 2, 2, 1, 1});
     for (int i : {8, 10, 12}) {  // beside the forward that runs again
@@ -160,7 +161,8 @@ static void check_gathers(const Communicator& c) {
     }
     // blocks 3 and 4 run again, then backward; then 1 and 2
     context.checkpoint = {Checkpointing::GROUPS, 2};
-    step_of(model, *f, c.rank), step_of(model, *f, c.rank);
+    step_of(model, *f, c.rank);
+    step_of(model, *f, c.rank);
     context.checkpoint = {};
     CHECK(units_of(gathers_of(*f)) == std::vector<int>{0, 1, 2, 3, 4, 5, 3, 4, 4, 3, 1, 2, 2, 1});
 }
@@ -181,15 +183,15 @@ static void check_norm(const Communicator& c) {
     init_weights(whole, 1);
     Batch batch = random_batch(2 * c.world, 8, 50, 3);
     LossScaler scaler;
-    begin_step(*f);
+    begin_fsdp_step(*f);
     forward_backward(ours, part_of(batch, c, 1)[0], 1);
     finish_backward(*f);
     forward_backward(whole, batch, 1);
     double want = gradient_norm(whole);
-    CHECK(optimizer_step(*f, scaler, 1.0) == doctest::Approx(want).epsilon(1e-5));
+    CHECK(fsdp_optimizer_step(*f, scaler, 1.0) == doctest::Approx(want).epsilon(1e-5));
     // not with weights gathered before the step
     std::vector<float> stepped = to_floats(infer(ours, batch.tokens));
-    begin_step(*f);
+    begin_fsdp_step(*f);
     CHECK(to_floats(infer(ours, batch.tokens)) == stepped);
 }
 TEST_CASE("fsdp: the gradients' norm counts every weight once") {
@@ -200,12 +202,13 @@ TEST_CASE("fsdp: the gradients' norm counts every weight once") {
 // Rounding to the upper half and casting differ in ties only, so a step moves both alike. What is
 // read is whole fp32.
 static void check_form(const Communicator& c) {
-    context.precision = PREC_BF16, context.mode = FUSED;
+    context.precision = PREC_BF16;
+    context.mode = FUSED;
     std::vector<std::map<std::string, std::vector<float>>> trained;
     for (bool split : {false, true}) {
         auto f = fully_shard(c, lay_out_model(small).parameters, matmul_dtype());
         Model model = sharded_model(small, *f);
-        init_weights(*f, 1);
+        init_shards(*f, 1);
         auto read = [&] {
             std::map<std::string, std::vector<float>> all;
             visit_whole(*f, false,
@@ -215,7 +218,7 @@ static void check_form(const Communicator& c) {
         const auto initial = read();
         // else a gradient that is rounding alone moves its weight by lr, either way
         f->shard.adamw.eps = 1e-5f;
-        if (split) { split_weights(*f); }
+        if (split) { split_shards(*f); }
         CHECK(f->split == (split && fast_ways.split));
         CHECK(read() == initial);
         std::vector<float> losses;
@@ -255,24 +258,25 @@ TEST_CASE("fsdp: the same split weights on GPUs") {
 // The same kernels see the same numbers, so bits are equal; only what is kept, and when, differs.
 static void check_steps_in_backward(const Communicator& c) {
     for (Precision precision : {FP32, PREC_BF16, PREC_PURE_BF16}) {
-        context.precision = precision, context.mode = FUSED;
+        context.precision = precision;
+        context.mode = FUSED;
         context.checkpoint = checkpointing_from(precision == FP32 ? "2" : "none");
         std::vector<std::vector<float>> trained;
         size_t peaks[2];
         for (bool in_backward : {false, true}) {
             auto f = fully_shard(c, lay_out_model(small).parameters, matmul_dtype());
             Model model = sharded_model(small, *f);
-            init_weights(*f, 1);
-            split_weights(*f);
+            init_shards(*f, 1);
+            split_shards(*f);
             LossScaler scaler;
             std::vector<float> all;
             for (int step = 0; step < 3; step++) {
                 if (step == 1) { reset_peak(context.device); }
-                begin_step(*f, in_backward);
+                begin_fsdp_step(*f, in_backward);
                 all.push_back(
                     to_floats(forward_backward(model, random_batch(2, 8, 50, c.rank), 1))[0]);
                 finish_backward(*f);
-                optimizer_step(*f, scaler, 0);
+                fsdp_optimizer_step(*f, scaler, 0);
             }
             peaks[in_backward] = memory_use(context.device).peak_by[GRADIENTS];
             visit_whole(*f, false, [&](const Parameter&, const Tensor& w) {
@@ -306,7 +310,8 @@ static void check_missing(const Communicator& c) {
     Model model;
     model.parameters = parameters;
     for (Parameter& p : model.parameters) {
-        p.weight = place(*f, p, p.shape), model.slots.push_back(p.weight);
+        p.weight = place(*f, p, p.shape);
+        model.slots.push_back(p.weight);
     }
     add_hooks(model, *f);
     visit_whole(*f, true, [](const Parameter& p, const Tensor& w) {
@@ -318,7 +323,7 @@ static void check_missing(const Communicator& c) {
                 [&](const Parameter& p, const Tensor& w) { before[p.name] = to_floats(w); });
     auto after = before, once = before;
     for (int step = 0; step < 2; step++) {  // in the second, buffers hold the first's gradients
-        begin_step(*f);
+        begin_fsdp_step(*f);
         zero_gradients(model);
         begin_unit(model, 0);
         Tensor x =
@@ -330,7 +335,7 @@ static void check_missing(const Communicator& c) {
         backward(mean_all(square(linear(x, model.parameters[0].weight))));
         finish_backward(*f);
         LossScaler scaler;
-        optimizer_step(*f, scaler, 0);
+        fsdp_optimizer_step(*f, scaler, 0);
         std::swap(once, after);
         visit_whole(*f, false,
                     [&](const Parameter& p, const Tensor& w) { after[p.name] = to_floats(w); });
@@ -430,7 +435,7 @@ static void check_pure_bf16_sharded(const Communicator& c) {
         LossScaler scaler;
         double loss = 0;
         for (int step = 0; step < 3; step++) {
-            begin_step(*f);
+            begin_fsdp_step(*f);
             for (int row = c.rank; row < 3; row += c.world) {
                 auto part = [&](const Tensor& t) { return view(t, row * 7, {1, 7}); };
                 Batch batch = {part(whole.tokens), part(whole.targets)};
@@ -447,7 +452,7 @@ static void check_pure_bf16_sharded(const Communicator& c) {
                 copy(view(flat, f->replicated, f->replicated_sum.shape), f->replicated_sum);
                 gradients = by_name(flat);
             }
-            optimizer_step(*f, scaler, 0);
+            fsdp_optimizer_step(*f, scaler, 0);
         }
         check_pure_bf16(loss, gradients, by_name(f->shard.weights));
     }
@@ -505,12 +510,16 @@ static void ring(const std::vector<Member>& members, bool adds) {
         }
         for (size_t i = 0; i < N; i++) {
             double* to = members[(i + 1) % N].data->data() + part(i);
-            for (double value : sent[i]) { *to = adds ? *to + value : value, to++; }
+            for (double value : sent[i]) {
+                *to = adds ? *to + value : value;
+                to++;
+            }
         }
     }
 }
 static void ring_all_reduce(const std::vector<Member>& members) {
-    ring(members, true), ring(members, false);
+    ring(members, true);
+    ring(members, false);
 }
 
 struct FeedForward {
@@ -553,7 +562,8 @@ static std::vector<Simulated> simulate(const FeedForward& l, int N, int M) {
     for (int k = 0; k < N * M; k++) {
         const int i = k / M, j = k % M;
         FeedForward& own = devices.emplace_back().part;
-        own.x = part_of(l.x, 0, i, N), own.dy = part_of(l.dy, 0, i, N);
+        own.x = part_of(l.x, 0, i, N);
+        own.dy = part_of(l.dy, 0, i, N);
         for (int w = 0; w < 3; w++) { own.w[w] = part_of(l.w[w], w < 2 ? 1 : 0, j, M); }
         run_passes(devices.back());
     }
@@ -561,9 +571,11 @@ static std::vector<Simulated> simulate(const FeedForward& l, int N, int M) {
         std::vector<Member> y, dx;
         for (int j = 0; j < M; j++) {
             Simulated& d = devices[i * M + j];
-            y.push_back({&d.y, &d.tp_bytes[0]}), dx.push_back({&d.dx, &d.tp_bytes[1]});
+            y.push_back({&d.y, &d.tp_bytes[0]});
+            dx.push_back({&d.dx, &d.tp_bytes[1]});
         }
-        ring_all_reduce(y), ring_all_reduce(dx);
+        ring_all_reduce(y);
+        ring_all_reduce(dx);
     }
     for (int j = 0; j < M; j++) {
         for (int k = 0; k < 3; k++) {
@@ -575,11 +587,13 @@ static std::vector<Simulated> simulate(const FeedForward& l, int N, int M) {
                 for (int pass : {0, 1}) {
                     gathers[pass].push_back({&weights[i], &d.fsdp_bytes[pass]});
                 }
-                sums.push_back({&d.dw[k], &d.fsdp_bytes[1]}),
-                    whole_sums.push_back({&d.dw[k], &not_counted});
+                sums.push_back({&d.dw[k], &d.fsdp_bytes[1]});
+                whole_sums.push_back({&d.dw[k], &not_counted});
             }
-            ring(gathers[0], false), ring(gathers[1], false), ring(sums, true),
-                ring(whole_sums, false);
+            ring(gathers[0], false);
+            ring(gathers[1], false);
+            ring(sums, true);
+            ring(whole_sums, false);
         }
     }
     return devices;
@@ -622,7 +636,8 @@ TEST_CASE("calcs: FLOPs and bytes are those that the simulated devices count") {
                 CHECK(cost.flops == d.flops[pass]);
                 CHECK(cost.communication == doctest::Approx(bytes / W).epsilon(1e-12));
             };
-            check(both[0], 0, d.fsdp_bytes[0]), check(both[1], 0, d.tp_bytes[0]);
+            check(both[0], 0, d.fsdp_bytes[0]);
+            check(both[1], 0, d.tp_bytes[0]);
             for (int pass : {0, 1}) {  // the costs begin with backward
                 if (M == 1) { check(fsdp[1 - pass], pass, d.fsdp_bytes[pass]); }
                 if (N == 1) { check(tp[1 - pass], pass, d.tp_bytes[pass]); }
@@ -667,8 +682,9 @@ TEST_CASE("calcs: fsdp_tp_calcs's bounds are those of a search over all splits")
             for (double n = 1; fits(n, 1); n += 0.0005) {
                 double fitting = 1, beyond = 1e6;
                 for (int i = 0; i < 60; i++) {
-                    double m = (fitting + beyond) / 2;
-                    (fits(n, m) ? fitting : beyond) = m;
+                    const double middle = (fitting + beyond) / 2;
+                    double& bound = fits(n, middle) ? fitting : beyond;
+                    bound = middle;
                 }
                 best = std::max(best, n * fitting);
             }
@@ -680,8 +696,15 @@ TEST_CASE("calcs: fsdp_tp_calcs's bounds are those of a search over all splits")
 
 static Options handout() {  // main.cu's defaults
     Options o;
-    o.tokens = 65536, o.d_model = 4096, o.d_ff = 11008, o.tflops = 989, o.bandwidth_gb = 450;
-    o.devices = 8, o.fsdp = 4, o.tp = 2, o.tensor_mb = 1000;
+    o.tokens = 65536;
+    o.d_model = 4096;
+    o.d_ff = 11008;
+    o.tflops = 989;
+    o.bandwidth_gb = 450;
+    o.devices = 8;
+    o.fsdp = 4;
+    o.tp = 2;
+    o.tensor_mb = 1000;
     return o;
 }
 static std::string csv_of(int (*command)(const Options&), const Options& o) {
@@ -697,7 +720,9 @@ TEST_CASE("calcs: alternate_ring_all_reduce's bytes are those that a ring counts
         for (int i = 0; i < N; i++) { members.push_back({&data[i], &sent[i]}); }
         ring_all_reduce(members);
         Options o = handout();
-        o.tensor_mb = 10 * N * 2e-6, o.devices = N, o.bandwidth_gb = 1e-6;  // a byte takes 1 ms
+        o.tensor_mb = 10 * N * 2e-6;
+        o.devices = N;
+        o.bandwidth_gb = 1e-6;  // a byte takes 1 ms
         const std::string text = csv_of(cmd_alternate_ring_all_reduce, o);
         CHECK_MESSAGE(has(text, strprintf("= %g ms.\n", sent[0])), text);
     }
@@ -751,7 +776,9 @@ TEST_CASE("calcs: answers") {
 }
 TEST_CASE("calcs: answers where communication is the limit, or an axis goes") {
     Options few = handout(), narrow = handout(), short_batch = handout();
-    few.tokens = 2048, narrow.d_ff = 64, short_batch.tokens = 1024;
+    few.tokens = 2048;
+    narrow.d_ff = 64;
+    short_batch.tokens = 1024;
     check_calcs_say(csv_of(cmd_data_parallel_calcs, few), {"= 1.932 devices"});
     check_calcs_say(
         csv_of(cmd_fsdp_tp_calcs, narrow),
@@ -784,8 +811,14 @@ TEST_CASE("calcs: wrong options") {
 
 static Options xxl() {  // main.cu's defaults
     Options o;
-    o.d_model = 16384, o.d_ff = 53248, o.num_layers = 126, o.tokens = 2048;
-    o.tflops = 460, o.bandwidth_gb = 180, o.fsdp = 16, o.tp = 4;
+    o.d_model = 16384;
+    o.d_ff = 53248;
+    o.num_layers = 126;
+    o.tokens = 2048;
+    o.tflops = 460;
+    o.bandwidth_gb = 180;
+    o.fsdp = 16;
+    o.tp = 4;
     return o;
 }
 TEST_CASE("accounting: table and answers") {
@@ -806,7 +839,8 @@ TEST_CASE("accounting: where nothing fits") {
     o.tp = 21;
     CHECK_THROWS_WITH(cmd_communication_accounting(o),
                       "--tp: got 21; no batch is compute bound from M_Y F W / C = 20.8 on");
-    o = xxl(), o.tokens = 10828;
+    o = xxl();
+    o.tokens = 10828;
     CHECK_THROWS_WITH(cmd_communication_accounting(o),
                       "--tokens: got 10828, takes fewer than 10828");
 }
@@ -903,10 +937,15 @@ static std::string chosen(double gib, int world) {
     RestoreContext restore;
     context = Context();
     context.device = CUDA;  // only planned for
-    context.precision = PREC_PURE_BF16, context.mode = FLASH, context.head_chunk = 2048;
+    context.precision = PREC_PURE_BF16;
+    context.mode = FLASH;
+    context.head_chunk = 2048;
     Options o;
-    o.edition = "2026", o.size = {"8B"}, o.context_length = 32768,
-    o.batch_size = world == 1 ? 2 : 1, o.vocab_size = 10000;
+    o.edition = "2026";
+    o.size = {"8B"};
+    o.context_length = 32768;
+    o.batch_size = world == 1 ? 2 : 1;
+    o.vocab_size = 10000;
     const double room = gib * (1 << 30) * 30 / 31;
     choose_what_runs_again(o, world, room);
     const Checkpointing k = context.checkpoint;
@@ -943,9 +982,11 @@ static std::string said(const std::vector<FsdpRun>& runs, int world = 2, double 
 }
 static std::vector<FsdpRun> runs_of(double ddp, double sharded, double fsdp) {  // peaks in MiB
     std::vector<FsdpRun> runs = {{"DDP"}, {"sharded optimizer"}, {"FSDP"}};
-    runs[0].use.peak = ddp * 1048576, runs[1].use.peak = sharded * 1048576,
+    runs[0].use.peak = ddp * 1048576;
+    runs[1].use.peak = sharded * 1048576;
     runs[2].use.peak = fsdp * 1048576;
-    runs[2].gather = {0.3, 0.86, 26.13}, runs[2].wait = {0.225, 0.801, 0.003};
+    runs[2].gather = {0.3, 0.86, 26.13};
+    runs[2].wait = {0.225, 0.801, 0.003};
     return runs;
 }
 TEST_CASE("answers: fsdp_accounting") {
@@ -976,23 +1017,30 @@ TEST_CASE("answers: fsdp_accounting") {
         const Category all[] = {PARAMETERS, GRADIENTS, OPTIMIZER, WEIGHT_COPIES, ACTIVATIONS};
         for (int i = 0; i < 5; i++) { use.peak_by[all[i]] = (size_t)(mib[i] * 1048576); }
     };
-    set(other, {1000, 1000, 1000, 6448.8, 4000}), set(fsdp, {500, 1301.1, 1000, 400, 425.8});
+    set(other, {1000, 1000, 1000, 6448.8, 4000});
+    set(fsdp, {500, 1301.1, 1000, 400, 425.8});
     CHECK(causes(other, fsdp, 500 * 1048576.0, 0) ==
           "weight copies -6048.8, activations -3574.2 and gradients +801.1");
     runs[0].oom = (size_t)(192.5 * (1 << 30));  // 10B
     CHECK(has(said(runs), "**(a)** DDP did not fit.\n"));
-    runs[2].oom = 1 << 30, runs[2].gather.clear();
+    runs[2].oom = 1 << 30;
+    runs[2].gather.clear();
     CHECK(!has(said(runs), "(b)"));
 }
 TEST_CASE("answers: leaderboard") {
     LeaderboardRun r{{"8B"}};
-    r.world = 2, r.tokens = 65536, r.flops = 5.044e15;
-    r.predicted = (size_t)(130902.3 * 1048576), r.use.peak = (size_t)(130934.3 * 1048576);
+    r.world = 2;
+    r.tokens = 65536;
+    r.flops = 5.044e15;
+    r.predicted = (size_t)(130902.3 * 1048576);
+    r.use.peak = (size_t)(130934.3 * 1048576);
     r.ms[TOTAL] = {4157.9, 9.2, 4157.1, 4147.7, 4169.8, 4};
     auto text = [&] { return printed([&] { answer_leaderboard(r); }); };
     CHECK(text() ==
           "A step of 8B on 2 ranks takes 4157.9 ms (mean of 4 steps): 1213 TFLOP/s. The peak is "
           "127.9 GiB per rank.\n");
-    r.world = 1, r.flops = 4.67e10, r.ms[TOTAL] = {2912.9, 0, 2912.9, 2912.9, 2912.9, 1};
+    r.world = 1;
+    r.flops = 4.67e10;
+    r.ms[TOTAL] = {2912.9, 0, 2912.9, 2912.9, 2912.9, 1};
     CHECK(has(text(), " on 1 rank takes 2912.9 ms (mean of 1 step): 0.01603 TFLOP/s. "));
 }
