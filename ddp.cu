@@ -64,7 +64,9 @@ static double time_all_reduce(const Communicator& c, int64_t n, int warmup, int 
     const Tensor tensor = from_floats(values, {n});
 
     wait(c, all_reduce(c, tensor, SUM));
-    for (float& x : values) { x = c.world * (x - c.rank) + c.world * (c.world - 1) / 2; }
+    for (float& value : values) {
+        value = c.world * (value - c.rank) + c.world * (c.world - 1) / 2;
+    }
     if (!everywhere(c, to_floats(tensor) == values)) {
         fail("all-reduce over %s: wrong sums", c.backend.c_str());
     }
@@ -253,14 +255,14 @@ static std::vector<Bucket> cut_into_buckets(const std::vector<Parameter>& parame
     std::vector<Bucket> buckets;
     double bytes = 0;
     for (int i = 0; i < (int)parameters.size(); i++) {
-        const Parameter& p = parameters[i];
-        const double more = (double)count(p.shape) * size_of(dtype);
+        const Parameter& parameter = parameters[i];
+        const double more = (double)count(parameter.shape) * size_of(dtype);
         if (buckets.empty() || bytes + more > MB * cap_mb) {
-            buckets.push_back({p.offset, 0, i, 0});
+            buckets.push_back({parameter.offset, 0, i, 0});
             bytes = 0;
         }
         bytes += more;
-        buckets.back().end = p.offset + count(p.shape);
+        buckets.back().end = parameter.offset + count(parameter.shape);
         buckets.back().past = i + 1;
     }
     return buckets;
@@ -336,10 +338,10 @@ static void finish_gradient_synchronization(DataParallel& parallel) {
     for (size_t i = 0; i < parallel.parameters.size(); i++) {
         if (parallel.is_ready[i]) { continue; }
         // This rank's loss does not depend on the parameter, but the others wait for its gradient.
-        const Parameter& p = parallel.parameters[i];
-        fill_zero(view(parallel.gradients, p.offset, p.shape));
-        gradient_is_ready(parallel, p.offset, p.offset + count(p.shape));
-        p.weight.gradient->filled = true;
+        const Parameter& parameter = parallel.parameters[i];
+        fill_zero(view(parallel.gradients, parameter.offset, parameter.shape));
+        gradient_is_ready(parallel, parameter.offset, parameter.offset + count(parameter.shape));
+        parameter.weight.gradient->filled = true;
     }
     while (parallel.next < parallel.buckets.size()) { start_next_bucket(parallel); }
     for (const WorkPtr& work : parallel.works) { wait(parallel.c, work); }
@@ -554,17 +556,19 @@ static void train_and_compare(const Communicator& c, const ModelConfig& config,
     adamw.weight_decay = 0.1f;
     adamw.eps = 1e-5f;  // else a gradient that is rounding alone moves its weight by lr, either way
     auto add_group = [&](int64_t begin, int64_t n) {
-        for (const Trainer* t : {&ours, &whole}) {
-            const Model& m = t->model;
-            add_parameter_group(*t->sharded, {view(m.weights, begin, {n}),
-                                              view(m.gradients, begin, {n}), adamw});
+        for (const Trainer* trainer : {&ours, &whole}) {
+            const Model& model = trainer->model;
+            add_parameter_group(*trainer->sharded, {view(model.weights, begin, {n}),
+                                                    view(model.gradients, begin, {n}), adamw});
         }
     };
 
     const Model &got = ours.model, &want = whole.model;
     const int64_t half = got.weights.size() / 2, rest = got.weights.size() - half;
     std::vector<WeightsCheck> rows;
-    for (const Parameter& p : got.parameters) { rows.push_back({way.name, p.name}); }
+    for (const Parameter& parameter : got.parameters) {
+        rows.push_back({way.name, parameter.name});
+    }
     add_group(0, half);
     for (int step = 0; step < CHECKED_STEPS; step++) {
         if (step == CHECKED_STEPS / 2) { add_group(half, rest); }

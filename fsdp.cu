@@ -62,12 +62,12 @@ static Tensor own_part(const Fsdp& f, const FsdpUnit& unit, const Tensor& whole)
 // Returns the units, with the range of the model's arena that each one's parameters cover.
 static std::vector<FsdpUnit> units_from(const std::vector<Parameter>& parameters) {
     std::vector<FsdpUnit> units;
-    for (const Parameter& p : parameters) {
-        if (p.unit == NORMS) { continue; }
-        if (p.unit >= (int)units.size()) { units.resize(p.unit + 1); }
-        FsdpUnit& unit = units[p.unit];
-        unit.begin = unit.end == 0 ? p.offset : std::min(unit.begin, p.offset);
-        unit.end = std::max(unit.end, p.offset + count(p.shape));
+    for (const Parameter& parameter : parameters) {
+        if (parameter.unit == NORMS) { continue; }
+        if (parameter.unit >= (int)units.size()) { units.resize(parameter.unit + 1); }
+        FsdpUnit& unit = units[parameter.unit];
+        unit.begin = unit.end == 0 ? parameter.offset : std::min(unit.begin, parameter.offset);
+        unit.end = std::max(unit.end, parameter.offset + count(parameter.shape));
     }
     return units;
 }
@@ -93,10 +93,10 @@ static std::unique_ptr<Fsdp> fully_shard(const Communicator& c,
         fsdp.replicated += unit.part;
     }
     int64_t end = fsdp.replicated;
-    for (const Parameter& p : parameters) {
-        if (p.unit != NORMS) { continue; }
-        fsdp.replicated_at[p.name] = end;
-        end = aligned(end + count(p.shape));
+    for (const Parameter& parameter : parameters) {
+        if (parameter.unit != NORMS) { continue; }
+        fsdp.replicated_at[parameter.name] = end;
+        end = aligned(end + count(parameter.shape));
     }
     const DType kept = weight_dtype();
     allocate_shared(c, [&] { fsdp.shard.weights = zeros({end}, kept, PARAMETERS); });
@@ -126,24 +126,24 @@ static std::unique_ptr<Fsdp> fully_shard(const Communicator& c,
 }
 
 // Returns parameter p's tensor (see Place): in its unit's buffer or, a norm, in the shard.
-static Tensor place(Fsdp& fsdp, const Parameter& p, const Shape& shape) {
+static Tensor place(Fsdp& fsdp, const Parameter& parameter, const Shape& shape) {
     Tensor whole, gradients;
     int64_t at;
-    if (p.unit == NORMS) {
+    if (parameter.unit == NORMS) {
         whole = view(fsdp.shard.weights, fsdp.replicated, fsdp.replicated_gradients.shape);
         gradients = fsdp.replicated_gradients;
-        at = fsdp.replicated_at.at(p.name) - fsdp.replicated;
+        at = fsdp.replicated_at.at(parameter.name) - fsdp.replicated;
     } else {
-        const FsdpUnit& unit = fsdp.units[p.unit];
+        const FsdpUnit& unit = fsdp.units[parameter.unit];
         whole = unit.weights;
         gradients = unit.gradients;
-        at = p.offset - unit.begin;
+        at = parameter.offset - unit.begin;
     }
-    Tensor t = require_gradient(view(whole, at, shape));
-    t.gradient->is_parameter = true;
-    t.gradient->value = view(gradients, at, shape);
-    if (p.unit != NORMS) { fsdp.units[p.unit].slots.emplace(at, t); }
-    return t;
+    Tensor tensor = require_gradient(view(whole, at, shape));
+    tensor.gradient->is_parameter = true;
+    tensor.gradient->value = view(gradients, at, shape);
+    if (parameter.unit != NORMS) { fsdp.units[parameter.unit].slots.emplace(at, tensor); }
+    return tensor;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -206,11 +206,11 @@ static void zero_the_rest(FsdpUnit& unit) {
     auto zero_up_to = [&](int64_t begin) {
         if (begin > end) { fill_zero(view(unit.gradients, end, {begin - end})); }
     };
-    for (const auto& [begin, t] : unit.slots) {
-        if (!t.gradient->filled) { continue; }
+    for (const auto& [begin, tensor] : unit.slots) {
+        if (!tensor.gradient->filled) { continue; }
         zero_up_to(begin);
-        end = begin + t.size();
-        t.gradient->filled = false;  // the next backward overwrites it
+        end = begin + tensor.size();
+        tensor.gradient->filled = false;  // the next backward overwrites it
     }
     zero_up_to(unit.gradients.size());
 }
@@ -343,10 +343,11 @@ static double fsdp_optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm) 
 // Calls `see` with every parameter in turn, whole, in the shard's dtype. With `write`, what `see`
 // leaves there is cut up again. Every rank has to call it.
 static void visit_whole(Fsdp& fsdp, bool write,
-                        const std::function<void(const Parameter& p, const Tensor& whole)>& see) {
-    for (const Parameter& p : fsdp.parameters) {
-        if (p.unit != NORMS) { continue; }
-        see(p, view(fsdp.shard.weights, fsdp.replicated_at.at(p.name), p.shape));
+                        const std::function<void(const Parameter&, const Tensor& whole)>& see) {
+    for (const Parameter& parameter : fsdp.parameters) {
+        if (parameter.unit != NORMS) { continue; }
+        see(parameter,
+            view(fsdp.shard.weights, fsdp.replicated_at.at(parameter.name), parameter.shape));
     }
     for (int i = 0; i < (int)fsdp.units.size(); i++) {
         const FsdpUnit& unit = fsdp.units[i];
@@ -355,8 +356,10 @@ static void visit_whole(Fsdp& fsdp, bool write,
         const bool is_split = fsdp.split && i > 0;
         if (is_split) { fast_ways.split(own, false); }
         wait(fsdp.c, all_gather(fsdp.c, whole, own));
-        for (const Parameter& p : fsdp.parameters) {
-            if (p.unit == i) { see(p, view(whole, p.offset - unit.begin, p.shape)); }
+        for (const Parameter& parameter : fsdp.parameters) {
+            if (parameter.unit == i) {
+                see(parameter, view(whole, parameter.offset - unit.begin, parameter.shape));
+            }
         }
         if (write) { copy(own, own_part(fsdp, unit, whole)); }
         if (is_split) { fast_ways.split(own, true); }
@@ -466,8 +469,9 @@ static WeightsCheck check_case(const Communicator& c, const FsdpCase& tried, uin
     Fsdp& fsdp = *ours.f;
     for (int step = 0; step < STEPS; step++) {
         train_both(c, ours, whole, seed + step, tried.batches);
-        visit_whole(fsdp, false, [&](const Parameter& p, const Tensor& got) {
-            compare(check, got, view(whole.model.weights, p.offset, p.shape), atol, rtol);
+        visit_whole(fsdp, false, [&](const Parameter& parameter, const Tensor& got) {
+            compare(check, got, view(whole.model.weights, parameter.offset, parameter.shape), atol,
+                    rtol);
         });
     }
     const Tensor norms = view(fsdp.shard.weights, fsdp.replicated, fsdp.replicated_gradients.shape);
@@ -551,12 +555,13 @@ static void print_fsdp_accounting(const std::string& caption, const std::vector<
 static std::string causes(const MemoryUse& other, const MemoryUse& fsdp, double saved,
                           double moments) {
     std::multimap<double, std::string> parts;
-    for (Category k : {PARAMETERS, GRADIENTS, OPTIMIZER, WEIGHT_COPIES, ACTIVATIONS}) {
-        double expected = k == OPTIMIZER ? moments : 0;
-        if (k == PARAMETERS || k == GRADIENTS) { expected = saved; }
-        const double mib = mib_of((double)fsdp.peak_by[k] - (double)other.peak_by[k] + expected);
+    for (Category category : {PARAMETERS, GRADIENTS, OPTIMIZER, WEIGHT_COPIES, ACTIVATIONS}) {
+        double expected = category == OPTIMIZER ? moments : 0;
+        if (category == PARAMETERS || category == GRADIENTS) { expected = saved; }
+        const double mib =
+            mib_of((double)fsdp.peak_by[category] - (double)other.peak_by[category] + expected);
         if (std::fabs(mib) >= 0.05) {
-            parts.insert({-std::fabs(mib), strprintf("%s %+.1f", name_of(k), mib)});
+            parts.insert({-std::fabs(mib), strprintf("%s %+.1f", name_of(category), mib)});
         }
     }
     std::vector<std::string> all;
@@ -708,13 +713,13 @@ static void print_setting(const Options& o, const std::string& devices) {
            devices.c_str(), origin().c_str());
 }
 // Answers how long an all-reduce takes in which each device sends whole tensors around the ring.
-int cmd_alternate_ring_all_reduce(const Options& o) {
-    double S = o.tensor_mb * 1e6, W = o.bandwidth_gb * 1e9, N = o.devices;
+int cmd_alternate_ring_all_reduce(const Options& options) {
+    double S = options.tensor_mb * 1e6, W = options.bandwidth_gb * 1e9, N = options.devices;
     double ms = 1e3 * (N - 1) * S / W, usual_ms = 1e3 * 2 * (N - 1) * S / (N * W);
     answer("",
            "alternate_ring_all_reduce: S = %g MB per device, N = %g, W = %g GB/s out of each "
            "device; %s",
-           o.tensor_mb, N, o.bandwidth_gb, origin().c_str());
+           options.tensor_mb, N, options.bandwidth_gb, origin().c_str());
     answer("",
            "The alternative takes (N - 1) S / W = (%g - 1) x %g / %g = %.4g ms: in each of N - 1 "
            "steps each device sends a whole tensor of S bytes. That is N / 2 = %g times as long as "
@@ -762,13 +767,13 @@ int cmd_fsdp_calcs(const Options& o) {
 }
 
 // Answers (a) to (d) for tensor parallelism: backward's steps, FLOPs, communication, devices.
-int cmd_tp_calcs(const Options& o) {
-    const LayerSizes l = sizes_of(o);
-    const auto [B, D, F, C, W] = l;
-    const double N = o.devices;
-    const std::vector<PassCost> costs = tp_costs(l, N);
+int cmd_tp_calcs(const Options& options) {
+    const LayerSizes sizes = sizes_of(options);
+    const auto [B, D, F, C, W] = sizes;
+    const double N = options.devices;
+    const std::vector<PassCost> costs = tp_costs(sizes, N);
     const PassCost &backward = costs[0], &forward = costs[1];
-    print_setting(o, strprintf("N_TP = %g", N));
+    print_setting(options, strprintf("N_TP = %g", N));
     answer("a",
            "Device i holds W1(i), W2(i), W3(i) and saved x, x1(i), x2(i), z(i). Each device has "
            "all of dY, because y was all-reduced, so nothing is sent before the end: there one "
@@ -800,13 +805,13 @@ int cmd_tp_calcs(const Options& o) {
 
 // Answers (a) to (d) for forward on a grid of FSDP and TP: FLOPs, communication, and how many
 // devices if the axes' communication overlaps (c) or takes turns (d).
-int cmd_fsdp_tp_calcs(const Options& o) {
-    const LayerSizes l = sizes_of(o);
-    const auto [B, D, F, C, W] = l;
-    const double N = o.fsdp, M = o.tp;
-    const std::vector<PassCost> costs = fsdp_tp_costs(l, N, M);
+int cmd_fsdp_tp_calcs(const Options& options) {
+    const LayerSizes sizes = sizes_of(options);
+    const auto [B, D, F, C, W] = sizes;
+    const double N = options.fsdp, M = options.tp;
+    const std::vector<PassCost> costs = fsdp_tp_costs(sizes, N, M);
     const PassCost &fsdp = costs[0], &tp = costs[1], &overlapped = costs[2];
-    print_setting(o, strprintf("forward, N_FSDP = %g, N_TP = %g", N, M));
+    print_setting(options, strprintf("forward, N_FSDP = %g, N_TP = %g", N, M));
     answer("a",
            "6 B D D_FF / (N_FSDP N_TP) = 6 x %.7g x %.7g x %.7g / (%g x %g) = %.4g FLOP, three "
            "products of 2 (B / N_FSDP) D (D_FF / N_TP).",
