@@ -4,20 +4,6 @@
 #include <cfloat>
 #include "lib/gpu.h"
 
-static Heads heads_of(const Tensor& t) {
-    return t ? Heads{t.data, t.stride[0], t.stride[1], t.stride[2]} : Heads{nullptr, 0, 0, 0};
-}
-static int head_size(const AttentionTensors& t) { return (int)t.q.dim(3); }
-AttentionArgs args_of(const AttentionTensors& t) {
-    AttentionArgs a;
-    a.q = heads_of(t.q), a.k = heads_of(t.k), a.v = heads_of(t.v), a.o = heads_of(t.o),
-    a.dO = heads_of(t.dO);
-    a.dq = heads_of(t.dq), a.dk = heads_of(t.dk), a.dv = heads_of(t.dv), a.L = t.L.as<float>();
-    a.B = (int)t.q.dim(0), a.H = (int)t.q.dim(1), a.Tq = (int)t.q.dim(2), a.Tk = (int)t.k.dim(2);
-    a.scale = 1 / sqrtf((float)head_size(t)), a.causal = t.causal;
-    return a;
-}
-
 // -------------------------------------------------------------------------------------------------
 // FlashAttention-2 (Dao, 2023), the handout's section 1.3.2. Every kernel, here and in fast/, cites
 // the numbers of these steps.
@@ -51,6 +37,20 @@ AttentionArgs args_of(const AttentionTensors& t) {
 //   13. dK_j += dS^T Q_i / sqrt(D)
 // dK_j and dV_j are sums over the queries, dQ_i is one over the keys: who owns a tile of one kind
 // loops over the other kind's.
+
+static Heads heads_of(const Tensor& t) {
+    return t ? Heads{t.data, t.stride[0], t.stride[1], t.stride[2]} : Heads{nullptr, 0, 0, 0};
+}
+static int head_size(const AttentionTensors& t) { return (int)t.q.dim(3); }
+AttentionArgs args_of(const AttentionTensors& t) {
+    AttentionArgs a;
+    a.q = heads_of(t.q), a.k = heads_of(t.k), a.v = heads_of(t.v), a.o = heads_of(t.o),
+    a.dO = heads_of(t.dO);
+    a.dq = heads_of(t.dq), a.dk = heads_of(t.dk), a.dv = heads_of(t.dv), a.L = t.L.as<float>();
+    a.B = (int)t.q.dim(0), a.H = (int)t.q.dim(1), a.Tq = (int)t.q.dim(2), a.Tk = (int)t.k.dim(2);
+    a.scale = 1 / sqrtf((float)head_size(t)), a.causal = t.causal;
+    return a;
+}
 
 // On the CPU, in fp32, for the GPU's reason: a tile of S fits into a core's cache.
 // Causal tiles above the diagonal are skipped, half of the products, which the versions above
