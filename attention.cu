@@ -1,5 +1,9 @@
-// attention.cu: sections 1.2.1 to 1.3.1 of the handout. Attention by its definition, then with a
-// fused softmax, each timed; and weighted_sum, the warm-up kernel. flash.cu goes on.
+// attention.cu: sections 1.2.1 to 1.3.1 of the handout, each with its experiment and answers.
+//   1.2.1  naive: attention by its definition; how passes are timed; pytorch_attention
+//   1.3    fused: its softmax in one kernel; torch_compile (a)
+//   1.3.1  weighted_sum, the warm-up kernel
+// Read the equations below and attention_naive first. If you have never read a CUDA kernel, begin
+// with weighted_sum_kernel. flash.cu goes on with 1.3.2.
 //
 //   S = Q K^T / sqrt(D)      S_ij = -inf where key j may not be seen by query i (causal: j > i)
 //   P = softmax(S)           row by row, with m_i = max_j S_ij:
@@ -10,7 +14,7 @@
 // less, yet in eager mode it takes as long as the products, because each of its five kernels moves
 // all of S through memory.
 //
-// Backward, given dO (handout, eq. 13-19; D_i below is not the head size):
+// Backward, given dO (handout, eq. 13-19; D_i, "delta" in the code, is not the head size):
 //   dV = P^T dO,  dP = dO V^T,  dS_ij = P_ij (dP_ij - D_i) with D_i = sum_j P_ij dP_ij,
 //   dQ = dS K / sqrt(D),  dK = dS^T Q / sqrt(D).
 #include "cs336.h"
@@ -18,9 +22,12 @@
 #include "lib/gpu.h"
 
 // -------------------------------------------------------------------------------------------------
-// Eager: every operation of the handout's model is a kernel and every intermediate an array in
-// memory.
+// 1.2.1, naive: every operation of the handout's model is a kernel (mode eager), and every
+// intermediate is an array in memory.
 
+static Shape shape_of_L(const Tensor& q) { return {q.dim(0), q.dim(1), q.dim(2)}; }
+
+// Returns O [B,H,Tq,D], and writes L [B,H,Tq] if it is not null. The tape does the backward.
 static Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
                               Tensor* L) {
     Range range("attention");
@@ -31,26 +38,27 @@ static Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v,
     }
     if (causal) {
         Range r("mask");
-        Tensor i = reshape(arange(q.dim(-2)), {q.dim(-2), 1}), j = arange(k.dim(-2));
+        Tensor i = reshape(arange(q.dim(-2)), {q.dim(-2), 1});
+        Tensor j = arange(k.dim(-2));
         s = where(greater_equal(i, j), s, -INFINITY);
     }
     {
         Range r("softmax");
         Tensor m = max_last(s);
         s = sub(s, m);
-        Tensor e = exp(s), sum = sum_last(e);  // in fp32 under autocast
+        Tensor e = exp(s);
+        Tensor sum = sum_last(e);  // in fp32 under autocast
         p = div(e, sum);
-        if (L) {
-            *L = reshape(add(detached(m), log(detached(sum))), {q.dim(0), q.dim(1), q.dim(2)});
-        }
+        if (L) { *L = reshape(add(detached(m), log(detached(sum))), shape_of_L(q)); }
     }
     Range r("values");
     return matmul(p, v);
 }
 
 // -------------------------------------------------------------------------------------------------
-// The experiments of sections 1.2 and 1.3: rows of the table on random inputs, and on a file's.
+// 1.2.1 to 1.3.3: how experiments run and time the two passes of an implementation.
 
+// Returns normal inputs with a dO, on context.device. Equal seeds give equal inputs.
 AttentionTensors random_inputs(const AttentionCase& c, DType dtype, uint64_t seed) {
     auto random = [&](int T, uint64_t key) {
         const Tensor t = empty({c.B, c.H, T, c.D}, dtype, INPUTS);
@@ -60,130 +68,131 @@ AttentionTensors random_inputs(const AttentionCase& c, DType dtype, uint64_t see
     return {random(c.Tq, 0), random(c.Tk, 1), random(c.Tk, 2), c.causal, random(c.Tq, 3)};
 }
 
-static void autocast_to(DType dtype) {  // an operand that is bf16 or fp16 already stays so
+// Sets autocast for operands of this dtype, so that products leave bf16 and fp16 as they are.
+static void autocast_to(DType dtype) {
     if (dtype == BF16) { context.precision = PREC_BF16; }
     if (dtype == F16) { context.precision = PREC_FP16; }
 }
+
 void run_pass(void (*pass)(const AttentionTensors&), const AttentionTensors& t) {
     if (t.q.device() != META) { pass(t); }
 }
-struct Passes {  // of one implementation on given inputs, row-major and of one type
+
+// Runs the passes of one implementation on inputs that are row-major and of one type. Results
+// appear in t.
+struct Passes {
     const AttentionImpl& impl;
     AttentionTensors t;
+
     Passes(const AttentionImpl& impl, const AttentionTensors& in) : impl(impl), t(in) {
         for (Tensor* x : {&t.q, &t.k, &t.v}) { *x = require_gradient(*x); }
     }
+
+    // Computes o. The tape gives L only if it is asked for; a pass by hand needs it for backward.
     void forward(bool with_L = false) {
-        if (!impl.run) {
-            t.o = empty(t.q.shape, t.q.dtype),
-            t.L = empty({t.q.dim(0), t.q.dim(1), t.q.dim(2)}, F32);
+        if (impl.forward) {
+            t.o = empty(t.q.shape, t.q.dtype);
+            t.L = empty(shape_of_L(t.q), F32);
             return run_pass(impl.forward, t);
         }
         RestoreContext restore;
         autocast_to(t.q.dtype);
         t.o = impl.run(t.q, t.k, t.v, t.causal, with_L ? &t.L : nullptr);
     }
+
+    // Computes dq, dk and dv from dO and what forward left.
     void backward() {
-        if (!impl.run) {
-            t.dq = empty(t.q.shape, t.q.dtype), t.dk = empty(t.k.shape, t.k.dtype),
+        if (impl.backward) {
+            t.dq = empty(t.q.shape, t.q.dtype);
+            t.dk = empty(t.k.shape, t.k.dtype);
             t.dv = empty(t.v.shape, t.v.dtype);
             return run_pass(impl.backward, t);
         }
         backward_from(t.o, t.dO);
-        t.dq = t.q.gradient->value, t.dk = t.k.gradient->value, t.dv = t.v.gradient->value;
+        t.dq = t.q.gradient->value;
+        t.dk = t.k.gradient->value;
+        t.dv = t.v.gradient->value;
     }
+
+    // Frees everything but the inputs.
     void reset() {
         clear_tape();
         for (Tensor* x : {&t.q, &t.k, &t.v}) { x->gradient->value = Tensor(); }
         t.o = t.L = t.dq = t.dk = t.dv = Tensor();
     }
 };
-// O, L and, if there is a dO, dQ, dK, dV.
+
+// Runs the forward, and the backward if there is a dO. Returns O and L; and dQ, dK and dV.
 std::vector<Tensor> outputs_of(const AttentionImpl& impl, const AttentionTensors& in) {
     Passes p(impl, in);
     p.forward(true);
     if (in.dO) { p.backward(); }
     clear_tape();
+
     std::vector<Tensor> outputs = {detached(p.t.o), p.t.L, p.t.dq, p.t.dk, p.t.dv};
     outputs.resize(in.dO ? 5 : 2);
     return outputs;
 }
 
-// On context.device. auto: the fastest with tiles, or else fused.
+// Returns the row of the table with this name on context.device. "auto" is the fastest flash, or
+// fused where no flash takes this. It is a usage error if the row does not take dtype and D.
 const AttentionImpl& impl_named(const std::string& name, DType dtype, int64_t D) {
-    const AttentionImpl* fastest =
-        name == "auto" ? fastest_flash(context.device, dtype, D) : nullptr;
-    if (fastest) { return *fastest; }
+    std::string row = name;
+    if (name == "auto") {
+        const AttentionImpl* fastest = fastest_flash(context.device, dtype, D);
+        if (fastest) { return *fastest; }
+        row = "fused";
+    }
     for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
-        const bool is_named = impl.name == (name == "auto" ? "fused" : name);
-        if (is_named && impl.device == context.device && impl.takes(dtype, D)) { return impl; }
+        if (impl.name == row && impl.device == context.device && impl.takes(dtype, D)) {
+            return impl;
+        }
     }
     usage_error("--impl %s: takes no %s with head size %ld on %s", name.c_str(), name_of(dtype),
                 (long)D, name_of(context.device));
 }
 
+// Returns the bytes that a forward and a backward hold at most, predicted.
 static size_t peak_of_passes(const AttentionImpl& impl, const AttentionCase& c, DType dtype) {
     RestoreContext restore;
     autocast_to(dtype);
     return planned_peak([&] {
         Passes p(impl, random_inputs(c, dtype, 0));
-        p.forward(), p.backward();
+        p.forward();
+        p.backward();
     });
 }
+
+// Returns the times of an implementation's passes, and the bytes held when backward starts; or,
+// where the passes do not fit into memory, the bytes that they need.
 PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, DType dtype,
-                     const Effort& e) {
+                     const Effort& effort) {
     PassTimes t;
     const std::string row = strprintf("S %d, D %d, %s, %s", c.Tq, c.D, name_of(dtype), impl.name);
     t.oom = run_if_fits(row, peak_of_passes(impl, c, dtype), [&] {
         Passes p(impl, random_inputs(c, dtype, 0));
-        t.forward = e.time([&] { p.reset(); }, [&] { p.forward(); });
-        t.held = memory_use(context.device).now;
-        t.backward = e.time([&] { p.reset(), p.forward(); }, [&] { p.backward(); });
-        if (e.n == 0) {
-            t.both = e.time([&] { p.reset(); }, [&] { p.forward(), p.backward(); });
-        }
+        auto reset = [&] { p.reset(); };
+        auto reset_and_forward = [&] {
+            p.reset();
+            p.forward();
+        };
+        auto both = [&] {
+            p.forward();
+            p.backward();
+        };
+        t.ms[FORWARD_PASS] = effort.time(reset, [&] { p.forward(); });
+        t.held = memory_use(context.device).now;  // by the last run, which nothing has reset
+        t.ms[BACKWARD_PASS] = effort.time(reset_and_forward, [&] { p.backward(); });
+        if (effort.both_passes) { t.ms[BOTH_PASSES] = effort.time(reset, both); }
         p.reset();
     });
     return t;
 }
-std::string ms(const PassTimes& t, PassTime p) {
-    return t.oom ? oom_cell(t.oom) : strprintf("%.3f", (t.*p).median);
-}
-static double times_as_fast(const AttentionRun& r, PassTime p) {
-    return (r.naive.*p).median / (r.other.*p).median;
-}
-std::string speedup(const AttentionRun& r, PassTime p) {
-    return r.naive.oom || r.other.oom ? "" : strprintf("%.2fx", times_as_fast(r, p));
-}
-// "faster in 17 of the 20 configurations that fit (0.58 to 5.76 times as fast), slower in 2, level
-// in 1. In 4 memory runs out"
-std::string compared(const std::vector<AttentionRun>& runs, PassTime p, DType dtype) {
-    int fit = 0, oom = 0;
-    std::vector<double> times;  // where they are not level, in order
-    for (const AttentionRun& r : runs) {
-        if (r.dtype != dtype) { continue; }
-        const bool lacks_one = r.naive.oom || r.other.oom;
-        fit += !lacks_one, oom += lacks_one;
-        if (!lacks_one && !level(r.other.*p, r.naive.*p)) { times.push_back(times_as_fast(r, p)); }
-    }
-    std::sort(times.begin(), times.end());
-    const int apart = (int)times.size(),
-              slower = (int)(std::lower_bound(times.begin(), times.end(), 1) - times.begin());
-    std::string text = fit > 0 && apart - slower == fit
-                           ? "faster in all "
-                           : strprintf("faster in %d of the ", apart - slower);
-    text += counted(fit, "configuration") + " that fit";
-    if (apart > 0) {
-        text += strprintf(" (%.2f to %.2f times as fast)", times.front(), times.back());
-    }
-    if (slower > 0) { text += strprintf(", slower in %d", slower); }
-    if (fit > apart) { text += strprintf(", level in %d", fit - apart); }
-    return text + (oom > 0 ? strprintf(". In %d memory runs out", oom) : "");
-}
-// Naive and another implementation (null: naive alone) at each head size and length.
-std::vector<AttentionRun> time_all(const AttentionImpl* other, int B, bool causal, DType dtype,
-                                   const std::vector<int>& lengths, const Effort& effort) {
-    std::vector<AttentionRun> runs;
+
+// Times naive and another implementation (null: naive alone) at each head size and length.
+AttentionRuns time_all(const AttentionImpl* other, int B, bool causal, DType dtype,
+                       const std::vector<int>& lengths, const Effort& effort) {
+    AttentionRuns runs;
     for (int D : {16, 32, 64, 128}) {
         for (int S : lengths) {
             const AttentionCase c{B, 1, S, S, D, causal};
@@ -195,13 +204,69 @@ std::vector<AttentionRun> time_all(const AttentionImpl* other, int B, bool causa
 }
 
 // -------------------------------------------------------------------------------------------------
-// pytorch_attention, and torch_compile (a): batch 8, no heads, no mask, fp32, head sizes and
-// lengths on a grid
+// 1.2.1 to 1.3.2: what tables and answers say of such runs.
+
+std::string ms_cell(const PassTimes& t, AttentionPass pass) {
+    return t.oom ? oom_cell(t.oom) : strprintf("%.3f", t.ms[pass].median);
+}
+static bool both_fit(const AttentionRun& r) { return !r.naive.oom && !r.other.oom; }
+static double times_as_fast(const AttentionRun& r, AttentionPass pass) {
+    return r.naive.ms[pass].median / r.other.ms[pass].median;
+}
+std::string speedup_cell(const AttentionRun& r, AttentionPass pass) {
+    return both_fit(r) ? strprintf("%.2fx", times_as_fast(r, pass)) : "";
+}
+
+// Returns the end of a sentence that compares the other implementation with naive:
+// "faster in 17 of the 20 configurations that fit (0.58 to 5.76 times as fast), slower in 2, level
+// in 1. In 4 memory runs out"
+std::string compared(const AttentionRuns& runs, AttentionPass pass) {
+    int fit = 0, oom = 0, faster = 0, slower = 0;
+    std::vector<double> factors;  // of those that are not level
+    for (const AttentionRun& r : runs) {
+        if (!both_fit(r)) {
+            oom++;
+            continue;
+        }
+        fit++;
+        if (level(r.other.ms[pass], r.naive.ms[pass])) { continue; }
+        const double factor = times_as_fast(r, pass);
+        factors.push_back(factor);
+        slower += factor < 1;
+        faster += factor >= 1;
+    }
+
+    std::string text = "faster in all ";
+    if (fit == 0 || faster < fit) { text = strprintf("faster in %d of the ", faster); }
+    text += counted(fit, "configuration") + " that fit";
+    if (!factors.empty()) {
+        const auto [least, most] = std::minmax_element(factors.begin(), factors.end());
+        text += strprintf(" (%.2f to %.2f times as fast)", *least, *most);
+    }
+    if (slower > 0) { text += strprintf(", slower in %d", slower); }
+    if (fit > faster + slower) { text += strprintf(", level in %d", fit - faster - slower); }
+    if (oom > 0) { text += strprintf(". In %d memory runs out", oom); }
+    return text;
+}
+
+// -------------------------------------------------------------------------------------------------
+// 1.2.1 pytorch_attention: naive's passes in batches of 8, without heads or a mask, in fp32, on a
+// grid of head sizes and lengths. It prints times and memory, then (a): where memory runs out, what
+// is saved for backward, and an account of it. 1.3's torch_compile (a) runs on the same grid.
 
 constexpr int GRID_BATCH = 8;
-static std::vector<AttentionRun> run_grid(const Options& o, const AttentionImpl* other) {
-    const std::vector<int> quick = {64, 128, 256}, all = {256, 1024, 4096, 8192, 16384};
-    return time_all(other, GRID_BATCH, false, F32, o.quick ? quick : all, {o.steps});
+
+// Returns a timer that takes n runs, after 3 others.
+static PassTimer time_n_runs(int n) {
+    return [=](const Job& prepare, const Job& f) {
+        return stats_of(time_queued_ms(3, n, prepare, f));
+    };
+}
+
+static AttentionRuns run_grid(const Options& o, const AttentionImpl* other) {
+    std::vector<int> lengths = {256, 1024, 4096, 8192, 16384};
+    if (o.quick) { lengths = {64, 128, 256}; }
+    return time_all(other, GRID_BATCH, false, F32, lengths, {time_n_runs(o.steps), false});
 }
 static std::string grid_caption(const Options& o, const char* what) {
     return strprintf(
@@ -210,195 +275,249 @@ static std::string grid_caption(const Options& o, const char* what) {
         what, GRID_BATCH, o.steps);
 }
 
-// Bytes that naive holds when backward starts, in fp32: exp(S - m) and P; q, k, v, O and dO;
-// maximum and sum of a row.
+// Returns the bytes that naive holds when backward starts, in fp32: exp(S - m) and P; q, k, v, O
+// and dO; maximum and sum of a row.
 static double saved_by_naive(double B, double S, double D) {
     return 4 * B * (2 * S * S + 5 * S * D + 2 * S);
 }
-// S: of the smallest power of 2 whose passes do not fit; peak: what they would hold at most; both
-// predicted.
-static void answer_pytorch_attention(const std::vector<AttentionRun>& runs, int S, size_t peak,
-                                     size_t available) {
-    const double MiB = 1048576, GiB = 1024 * MiB, square = 4.0 * GRID_BATCH * S * S;
+
+struct TooLong {  // the smallest power of 2 whose passes do not fit, predicted
+    int S;
+    size_t peak, available;  // bytes: what they would hold at most, and what there is
+};
+
+// Prints (a): how many runs did not fit; how the memory saved for backward grows, by the two
+// longest runs of the first head size that fit; an account of the smallest that does not; and how
+// flash does without.
+static void answer_pytorch_attention(const AttentionRuns& runs, const TooLong& t) {
     const int D = runs[0].D;
-    std::vector<AttentionRun> fit;  // of that head size
+    AttentionRuns fit;  // of that head size
     size_t oom = 0;
     for (const AttentionRun& r : runs) {
         oom += r.naive.oom > 0;
         if (r.D == D && !r.naive.oom) { fit.push_back(r); }
     }
     answer("a", "Memory runs out in %zu of the %zu configurations.", oom, runs.size());
+
     if (fit.size() > 1) {
         const AttentionRun &last = fit.back(), &before = fit[fit.size() - 2];
         answer("a",
                "The memory saved for backward grows %.2f times from S %d to %d, with S^2. It is "
                "then %.1f MiB, of which the formula below explains %.1f.",
-               (double)last.naive.held / before.naive.held, before.S, last.S, last.naive.held / MiB,
-               saved_by_naive(GRID_BATCH, last.S, D) / MiB);
+               (double)last.naive.held / before.naive.held, before.S, last.S,
+               mib_of(last.naive.held), mib_of(saved_by_naive(GRID_BATCH, last.S, D)));
     }
+
+    const double square = 4.0 * GRID_BATCH * t.S * t.S;  // bytes of an array of B S^2
     answer("a",
            "The smallest configuration that does not fit (doubling S, predicted), S %d and D %d, "
            "needs %.1f GiB of %.1f. When backward starts, it holds exp(S - m) and P, 2 x 4 B S^2 = "
            "2 x 4 x %d x %d^2 bytes = %.1f GiB; q, k, v, O and dO, 5 x 4 B S D = %.1f MiB; and two "
            "numbers per row, 2 x 4 B S = %.1f MiB. At backward's peak it holds %.0f arrays of B "
            "S^2, dP among them.",
-           S, D, peak / GiB, available / GiB, GRID_BATCH, S, 2 * square / GiB,
-           20.0 * GRID_BATCH * S * D / MiB, 8.0 * GRID_BATCH * S / MiB, std::floor(peak / square));
+           t.S, D, mib_of(t.peak) / 1024, mib_of(t.available) / 1024, GRID_BATCH, t.S,
+           mib_of(2 * square) / 1024, mib_of(20.0 * GRID_BATCH * t.S * D),
+           mib_of(8.0 * GRID_BATCH * t.S), std::floor(t.peak / square));
     answer("a",
            "FlashAttention removes this cost: it keeps L, one number per query, and computes P "
            "again in backward. It would hold q, k, v, O, dO and L, %.1f MiB.",
-           4 * GRID_BATCH * S * (5.0 * D + 1) / MiB);
+           mib_of(4 * GRID_BATCH * t.S * (5.0 * D + 1)));
 }
+
+// Times naive on the grid, and prints the table, in the write-ups' units and column names, and the
+// answers. Returns 0.
 int cmd_pytorch_attention(const Options& o) {
     context.device = choose_device(o.device);
-    const std::vector<AttentionRun> runs = run_grid(o, nullptr);
+    const AttentionRuns runs = run_grid(o, nullptr);
     Table table{
         grid_caption(o, "pytorch_attention: one kernel per operation; times in s, memory in MiB"),
         {"d_model", "seq_len", "forward_time", "backward_time", "memory_usage_mb", "status"}};
     for (const AttentionRun& r : runs) {
         const PassTimes& t = r.naive;
-        auto cell = [&](const char* format, double x) {
-            return t.oom ? "N/A" : strprintf(format, x);
-        };
-        table.row(r.D, r.S, cell("%.6f", t.forward.median / 1e3),
-                  cell("%.6f", t.backward.median / 1e3), cell("%.2f", t.held / 1048576.0),
-                  t.oom ? oom_cell(t.oom) : "OK");
+        if (t.oom) {
+            table.row(r.D, r.S, "N/A", "N/A", "N/A", oom_cell(t.oom));
+            continue;
+        }
+        table.row(r.D, r.S, strprintf("%.6f", t.ms[FORWARD_PASS].median / 1e3),
+                  strprintf("%.6f", t.ms[BACKWARD_PASS].median / 1e3),
+                  strprintf("%.2f", mib_of(t.held)), "OK");
     }
     print(table);
-    const size_t available = available_memory(context.device);
-    size_t peak = 0;
-    int S = 128;
-    while (peak <= available) {
-        S *= 2, peak = peak_of_passes(impl_named("naive"), {GRID_BATCH, 1, S, S, runs[0].D, false},
-                                      F32);
+
+    TooLong t = {128, 0, available_memory(context.device)};
+    while (t.peak <= t.available) {
+        t.S *= 2;
+        const AttentionCase c{GRID_BATCH, 1, t.S, t.S, runs[0].D, false};
+        t.peak = peak_of_passes(impl_named("naive"), c, F32);
     }
-    answer_pytorch_attention(runs, S, peak, available);
+    answer_pytorch_attention(runs, t);
     return 0;
 }
 
 // -------------------------------------------------------------------------------------------------
-// softmax: S [R,Tk] becomes P in place. The loop takes three passes per row. The kernel finds
-// maximum and sum in one (the sum is rescaled when the maximum grows: "online" softmax) and writes
-// in a second. Row r holds query r % Tq; causal rows stop at their own key. Maxima start from a
-// finite number: a score of -inf then adds exp(-inf) = 0, where -inf - -inf would be NaN. The
-// kernel moves at most 3 elements per entry, eager's five move 8.
-//   P_rj = exp(S_rj - L_r),  L_r = log sum_j exp S_rj
-//   dS_rj = P_rj (dP_rj - sum_k P_rk dP_rk)
+// 1.3, the fused softmax: S [N,Tk] becomes P in place; row n holds query n % Tq, and causal rows
+// stop at their own key.
+//   P_nj = exp(S_nj - L_n),  L_n = log sum_j exp S_nj
+//   dS_nj = P_nj (dP_nj - delta_n),  delta_n = sum_j P_nj dP_nj
+// The loop passes three times over a row. The kernel finds maximum and sum in one pass (the sum is
+// rescaled when the maximum grows: "online" softmax) and writes in a second; it moves at most 3
+// elements per entry, eager's five kernels move 8. Its maxima start from a finite number: a score
+// of -inf then adds exp(-inf) = 0, where -inf - -inf would be NaN.
 
+// Makes S [N,Tk] P, and writes L [N] if it is not null. Sums are fp64. Small arrays stay on one
+// core: to start the others would take longer.
 template <class T>
-static void softmax_cpu(T* S, Wide<T>* L, int64_t R, int Tq, int Tk, bool causal) {
-#pragma omp parallel for if (R * Tk > 16384)
-    for (int64_t r = 0; r < R; r++) {
-        T* s = S + r * Tk;
-        int n = keys_seen(causal, (int)(r % Tq), Tk);
-        using A = Wide<T>;
-        A m = -INFINITY;
+static void softmax_cpu(T* S, Wide<T>* L, int64_t N, int Tq, int Tk, bool causal) {
+    using Number = Wide<T>;
+#pragma omp parallel for if (N * Tk > 16384)
+    for (int64_t n = 0; n < N; n++) {
+        T* s = S + n * Tk;
+        const int keys = keys_seen(causal, (int)(n % Tq), Tk);
+        Number m = -INFINITY;
         double sum = 0;
-        for (int j = 0; j < n; j++) { m = std::max<A>(m, s[j]); }
-        for (int j = 0; j < n; j++) { sum += std::exp(s[j] - m); }
-        for (int j = 0; j < Tk; j++) { s[j] = j < n ? A(std::exp(s[j] - m) / sum) : A(0); }
-        if (L) { L[r] = A(m + std::log(sum)); }
+        for (int j = 0; j < keys; j++) { m = std::max<Number>(m, s[j]); }
+        for (int j = 0; j < keys; j++) { sum += std::exp(s[j] - m); }
+        for (int j = 0; j < Tk; j++) {
+            s[j] = j < keys ? Number(std::exp(s[j] - m) / sum) : Number(0);
+        }
+        if (L) { L[n] = Number(m + std::log(sum)); }
     }
 }
-// dP becomes dS, in place.
+
+// Makes dP [N,Tk] dS, given P [N,Tk].
 template <class T>
-static void softmax_backward_cpu(T* dP, const T* P, int64_t R, int Tq, int Tk, bool causal) {
-#pragma omp parallel for if (R * Tk > 16384)
-    for (int64_t r = 0; r < R; r++) {
-        T* dp = dP + r * Tk;
-        const T* p = P + r * Tk;
-        int n = keys_seen(causal, (int)(r % Tq), Tk);  // P is 0 beyond, and so is dS
-        using A = Wide<T>;
-        double D = 0;
-        for (int j = 0; j < n; j++) { D += (double)p[j] * dp[j]; }
-        for (int j = 0; j < Tk; j++) { dp[j] = j < n ? p[j] * (dp[j] - A(D)) : A(0); }
+static void softmax_backward_cpu(T* dP, const T* P, int64_t N, int Tq, int Tk, bool causal) {
+    using Number = Wide<T>;
+#pragma omp parallel for if (N * Tk > 16384)
+    for (int64_t n = 0; n < N; n++) {
+        T* dp = dP + n * Tk;
+        const T* p = P + n * Tk;
+        const int keys = keys_seen(causal, (int)(n % Tq), Tk);
+        double delta = 0;
+        for (int j = 0; j < keys; j++) { delta += (double)p[j] * dp[j]; }
+        for (int j = 0; j < Tk; j++) {  // behind the keys P is 0, and so is dS
+            dp[j] = j < keys ? p[j] * (dp[j] - Number(delta)) : Number(0);
+        }
     }
 }
 
 #ifdef __CUDACC__
-// One warp a row: neighbouring lanes read neighbouring columns, and a short row's second pass finds
-// it in L1.
+constexpr int ROW_THREADS = 256;  // of a block of the kernels with a warp per row: 8 rows
+
+// Does what softmax_cpu does, with a warp per row: neighbouring lanes read neighbouring columns,
+// and a short row's second pass finds it in L1. Without the macro LAUNCH, which adds a check, the
+// call below is
+//   softmax_kernel<<<ceil_div(N * WARP, ROW_THREADS), ROW_THREADS, 0, stream()>>>(S, L, N, Tq, Tk,
+//                                                                                 causal);
+// that is so many blocks of 256 threads, no dynamic shared memory, in the compute stream.
 template <class T>
-__global__ void softmax_kernel(T* S, float* L, int64_t R, int Tq, int Tk, bool causal) {
-    int64_t r = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / WARP;
+__global__ void softmax_kernel(T* S,      // [N,Tk]
+                               float* L,  // [N], or null
+                               int64_t N, int Tq, int Tk, bool causal) {
+    int64_t n = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / WARP;
     int lane = threadIdx.x % WARP;
-    if (r >= R) { return; }  // a warp leaves as one, so the shuffles below stay legal
-    T* s = S + r * Tk;
-    int n = keys_seen(causal, (int)(r % Tq), Tk);
-    float m = -FLT_MAX, sum = 0;
-    for (int j = lane; j < n; j += WARP) {
-        float x = s[j], larger = fmaxf(m, x);
+    if (n >= N) { return; }  // a warp leaves as one, so the shuffles below stay legal
+    T* s = S + n * Tk;
+    int keys = keys_seen(causal, (int)(n % Tq), Tk);
+
+    float m = -FLT_MAX;
+    float sum = 0;
+    for (int j = lane; j < keys; j += WARP) {
+        float x = s[j];
+        float larger = fmaxf(m, x);
         sum = sum * expf(m - larger) + expf(x - larger);
         m = larger;
     }
     float row_m = warp_max(m);
     // A lane without a column, or with scores of -inf alone, has a sum of 0.
-    float row_sum = warp_sum(sum * expf(m - row_m)), inverse = 1 / row_sum;
-    if (L && lane == 0) { L[r] = row_m + logf(row_sum); }
-    for (int j = lane; j < Tk; j += WARP) { s[j] = j < n ? expf(s[j] - row_m) * inverse : 0.0f; }
+    float row_sum = warp_sum(sum * expf(m - row_m));
+    float inverse = 1 / row_sum;
+    if (L && lane == 0) { L[n] = row_m + logf(row_sum); }
+
+    for (int j = lane; j < Tk; j += WARP) {  // second pass
+        s[j] = j < keys ? expf(s[j] - row_m) * inverse : 0.0f;
+    }
 }
+
+// Does what softmax_backward_cpu does, with a warp per row.
 template <class T>
-__global__ void softmax_backward_kernel(T* dP, const T* P, int64_t R, int Tq, int Tk, bool causal) {
-    int64_t r = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / WARP;
+__global__ void softmax_backward_kernel(T* dP,       // [N,Tk]
+                                        const T* P,  // [N,Tk]
+                                        int64_t N, int Tq, int Tk, bool causal) {
+    int64_t n = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / WARP;
     int lane = threadIdx.x % WARP;
-    if (r >= R) { return; }
-    dP += r * Tk, P += r * Tk;
-    int n = keys_seen(causal, (int)(r % Tq), Tk);
-    float D = 0;
-    for (int j = lane; j < n; j += WARP) { D += P[j] * dP[j]; }
-    D = warp_sum(D);
-    for (int j = lane; j < Tk; j += WARP) { dP[j] = j < n ? P[j] * (dP[j] - D) : 0.0f; }
+    if (n >= N) { return; }
+    dP += n * Tk;
+    P += n * Tk;
+    int keys = keys_seen(causal, (int)(n % Tq), Tk);
+
+    float delta = 0;
+    for (int j = lane; j < keys; j += WARP) { delta += P[j] * dP[j]; }
+    delta = warp_sum(delta);
+    for (int j = lane; j < Tk; j += WARP) {  // second pass
+        dP[j] = j < keys ? P[j] * (dP[j] - delta) : 0.0f;
+    }
 }
 #endif
 
-// S becomes P, and L (if wanted) is written; or, given P, dP becomes dS.
-static void softmax_in_place(const Tensor& s, const Tensor& L, const Tensor& P, bool causal) {
+// Does one of the two on arrays [B,H,Tq,Tk]: without P it makes the scores x P, and writes L
+// [B,H,Tq] if there is one; given P, x is dP and becomes dS.
+static void softmax_in_place(const Tensor& x, const Tensor& L, const Tensor& P, bool causal) {
     Range range("softmax");
-    int Tq = (int)s.dim(-2), Tk = (int)s.dim(-1);
-    int64_t R = s.size() / Tk;
-    if (s.device() == META) { return; }
+    const int Tq = (int)x.dim(-2), Tk = (int)x.dim(-1);
+    const int64_t N = x.size() / Tk;
+    if (x.device() == META) { return; }
 #ifdef __CUDACC__
-    if (s.device() == CUDA) {
-        return with_gpu_type(s.dtype, [&](auto zero) {
+    if (x.device() == CUDA) {
+        return with_gpu_type(x.dtype, [&](auto zero) {
             using T = decltype(zero);
-            const int64_t blocks = ceil_div(R * WARP, 256);
+            const int blocks = ceil_div(N * WARP, ROW_THREADS);
             if (P) {
-                LAUNCH(softmax_backward_kernel, blocks, 256, s.as<T>(), P.as<T>(), R, Tq, Tk,
-                       causal);
+                LAUNCH(softmax_backward_kernel, blocks, ROW_THREADS, x.as<T>(), P.as<T>(), N, Tq,
+                       Tk, causal);
             } else {
-                LAUNCH(softmax_kernel, blocks, 256, s.as<T>(), L.as<float>(), R, Tq, Tk, causal);
+                LAUNCH(softmax_kernel, blocks, ROW_THREADS, x.as<T>(), L.as<float>(), N, Tq, Tk,
+                       causal);
             }
         });
     }
 #endif
-    with_type(s.dtype, [&](auto zero) {
+    with_type(x.dtype, [&](auto zero) {
         using T = decltype(zero);
-        P ? softmax_backward_cpu(s.as<T>(), P.as<T>(), R, Tq, Tk, causal)
-          : softmax_cpu(s.as<T>(), L.as<Wide<T>>(), R, Tq, Tk, causal);
+        if (P) {
+            softmax_backward_cpu(x.as<T>(), P.as<T>(), N, Tq, Tk, causal);
+        } else {
+            softmax_cpu(x.as<T>(), L.as<Wide<T>>(), N, Tq, Tk, causal);
+        }
     });
 }
 
 // -------------------------------------------------------------------------------------------------
-// Fused softmax: the products stay cuBLAS's, everything between them is one kernel, and S and P
-// share one array.
+// 1.3, fused: the products stay cuBLAS's, everything between them is one kernel, and S and P share
+// one array.
 
+// Returns O [B,H,Tq,D], and writes L [B,H,Tq] if it is not null. The backward is recorded as one
+// step of the tape.
 static Tensor attention_fused(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
                               bool causal, Tensor* L) {
     Range range("attention");
-    Tensor q = contiguous(autocast_operand(q_in)), k = contiguous(autocast_operand(k_in)),
-           v = contiguous(autocast_operand(v_in));
-    double scale = 1 / std::sqrt((double)q.dim(-1));
-    Tensor p = empty({q.dim(0), q.dim(1), q.dim(2), k.dim(2)}, q.dtype),
-           o = empty(q.shape, q.dtype);
-    gemm(p, q, false, k, true, scale);
-    Tensor lse = L ? empty({q.dim(0), q.dim(1), q.dim(2)}, q.dtype == F64 ? F64 : F32) : Tensor();
-    softmax_in_place(p, lse, Tensor(), causal);
-    if (L) { *L = lse; }
+    Tensor q = contiguous(autocast_operand(q_in));
+    Tensor k = contiguous(autocast_operand(k_in));
+    Tensor v = contiguous(autocast_operand(v_in));
+    const double scale = 1 / std::sqrt((double)q.dim(-1));
+    Tensor p = empty({q.dim(0), q.dim(1), q.dim(2), k.dim(2)}, q.dtype);
+    Tensor o = empty(q.shape, q.dtype);
+
+    gemm(p, q, false, k, true, scale);  // S
+    if (L) { *L = empty(shape_of_L(q), q.dtype == F64 ? F64 : F32); }
+    softmax_in_place(p, L ? *L : Tensor(), Tensor(), causal);
     gemm(o, p, false, v, false);
+
     record(o, {q, k, v}, [q, k, v, p, scale, causal](const Tensor& dO_in) {
-        Tensor dO = contiguous(dO_in), dS = empty(p.shape, p.dtype);
+        Tensor dO = contiguous(dO_in);
+        Tensor dS = empty(p.shape, p.dtype);
         add_gemm(v.gradient, p, true, dO, false);
-        gemm(dS, dO, false, v, true);
+        gemm(dS, dO, false, v, true);  // dP
         softmax_in_place(dS, Tensor(), p, causal);
         add_gemm(q.gradient, dS, false, k, false, scale);
         add_gemm(k.gradient, dS, true, q, false, scale);
@@ -419,37 +538,42 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal)
 }
 
 // -------------------------------------------------------------------------------------------------
-// torch_compile (a): attention with the fused softmax against eager
+// 1.3 torch_compile (a): attention with the fused softmax against naive, on pytorch_attention's
+// grid. It prints the times of both passes, and on how many sizes each is faster.
 
-static void answer_torch_compile_attention(const std::vector<AttentionRun>& runs) {
+static void answer_torch_compile_attention(const AttentionRuns& runs) {
     answer("a",
            "Compiled attention's forward is %s. Its backward is %s. \"Compiled\" is our softmax, "
            "fused into one kernel by hand; torch.compile itself did not run.",
-           compared(runs, &PassTimes::forward).c_str(),
-           compared(runs, &PassTimes::backward).c_str());
+           compared(runs, FORWARD_PASS).c_str(), compared(runs, BACKWARD_PASS).c_str());
 }
+
+// Times naive and fused on the grid, and prints the table and the answer.
 void torch_compile_attention(const Options& o) {
-    const std::vector<AttentionRun> runs = run_grid(o, &impl_named("fused"));
+    const AttentionRuns runs = run_grid(o, &impl_named("fused"));
     Table table{grid_caption(o,
                              "torch_compile (a): attention, vanilla = one kernel per operation, "
                              "compiled = fused softmax"),
                 {"d_model", "seq_len", "vanilla fw ms", "compiled fw ms", "speedup fw",
                  "vanilla bw ms", "compiled bw ms", "speedup bw"}};
     for (const AttentionRun& r : runs) {
-        table.row(r.D, r.S, ms(r.naive, &PassTimes::forward), ms(r.other, &PassTimes::forward),
-                  speedup(r, &PassTimes::forward), ms(r.naive, &PassTimes::backward),
-                  ms(r.other, &PassTimes::backward), speedup(r, &PassTimes::backward));
+        table.row(r.D, r.S,  //
+                  ms_cell(r.naive, FORWARD_PASS), ms_cell(r.other, FORWARD_PASS),
+                  speedup_cell(r, FORWARD_PASS),  //
+                  ms_cell(r.naive, BACKWARD_PASS), ms_cell(r.other, BACKWARD_PASS),
+                  speedup_cell(r, BACKWARD_PASS));
     }
     print(table);
     answer_torch_compile_attention(runs);
 }
 
 // -------------------------------------------------------------------------------------------------
-// weighted_sum (handout, 1.3.1): the warm-up kernel.
+// 1.3.1 weighted_sum: the warm-up kernel.
 //   y_n = sum_d w_d x_nd                            x [N,D], w [D] -> y [N]
 //   dx_nd = w_d dy_n,  dw_d = sum_n x_nd dy_n
 // Memory decides: forward moves 4 N D bytes; backward reads x and writes dx, 8 N D.
 
+// Writes y [N], from x [N,D] and w [D]. Sums are fp64, rounded once.
 static void weighted_sum_cpu(float* y, const float* x, const float* w, int64_t N, int64_t D) {
 #pragma omp parallel for if (N * D > 16384)
     for (int64_t n = 0; n < N; n++) {
@@ -458,6 +582,8 @@ static void weighted_sum_cpu(float* y, const float* x, const float* w, int64_t N
         y[n] = (float)sum;
     }
 }
+
+// Writes dx [N,D] and dw [D], from dy [N], x [N,D] and w [D].
 static void weighted_sum_backward_cpu(float* dx, float* dw, const float* dy, const float* x,
                                       const float* w, int64_t N, int64_t D) {
     std::vector<double> sum(D);
@@ -471,10 +597,12 @@ static void weighted_sum_backward_cpu(float* dx, float* dw, const float* dy, con
 }
 
 #ifdef __CUDACC__
-// A warp takes a row: its lanes read neighbouring columns, so a load of the warp is one piece of
-// 128 bytes.
-__global__ void weighted_sum_kernel(float* y, const float* x, const float* w, int64_t N,
-                                    int64_t D) {
+// Writes y. A warp takes a row: its lanes read neighbouring columns, so a load of the warp is one
+// piece of 128 bytes.
+__global__ void weighted_sum_kernel(float* y,        // [N]
+                                    const float* x,  // [N,D]
+                                    const float* w,  // [D]
+                                    int64_t N, int64_t D) {
     int64_t n = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / WARP;
     int lane = threadIdx.x % WARP;
     if (n >= N) { return; }
@@ -485,16 +613,22 @@ __global__ void weighted_sum_kernel(float* y, const float* x, const float* w, in
     if (lane == 0) { y[n] = sum; }
 }
 
-// dw sums over all rows, so it takes two steps: each block writes the sum over its own rows to
-// partial [chunks,D], and lib/tensor.cu's sum adds the chunks up. Atomics would add in no fixed
-// order. A block has 32 columns and 8 rows at a time.
 constexpr int SUM_ROWS = 8;
-__global__ void weighted_sum_backward_kernel(float* dx, float* partial, const float* dy,
-                                             const float* x, const float* w, int64_t N, int64_t D,
-                                             int64_t chunk) {
+
+// Writes dx, and dw in parts. dw sums over all rows, so it takes two steps: each block sums up its
+// own `chunk` rows, and lib/tensor.cu's sum adds the chunks up. Atomics would add in no fixed
+// order. A block has 32 columns, and SUM_ROWS rows at a time.
+__global__ void weighted_sum_backward_kernel(float* dx,        // [N,D]
+                                             float* partial,   // [chunks,D]
+                                             const float* dy,  // [N]
+                                             const float* x,   // [N,D]
+                                             const float* w,   // [D]
+                                             int64_t N, int64_t D, int64_t chunk) {
     __shared__ float sums[SUM_ROWS][WARP];
     int64_t d = blockIdx.x * (int64_t)WARP + threadIdx.x;
-    int64_t first = blockIdx.y * chunk, end = min(first + chunk, N);
+    int64_t first = blockIdx.y * chunk;
+    int64_t end = min(first + chunk, N);
+
     float sum = 0;
     if (d < D) {
         float weight = w[d];
@@ -506,85 +640,109 @@ __global__ void weighted_sum_backward_kernel(float* dx, float* partial, const fl
     }
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();  // all rows' sums are there
+
     if (threadIdx.y > 0 || d >= D) { return; }
     for (int r = 1; r < SUM_ROWS; r++) { sum += sums[r][threadIdx.x]; }
     partial[blockIdx.y * D + d] = sum;
 }
 #endif
 
-static void weighted_sum_forward(const Tensor& y, const Tensor& x, const Tensor& w) {
-    int64_t D = w.size(), N = y.size();
+struct WeightedSum {
+    int64_t N, D;
+    Tensor x = empty({N, D}, F32), dx = empty({N, D}, F32);
+    Tensor w = empty({D}, F32), dw = empty({D}, F32);
+    Tensor y = empty({N}, F32), dy = empty({N}, F32);
+};
+
+// Writes y, on the device of the tensors.
+static void weighted_sum_forward(const WeightedSum& t) {
+    const int64_t N = t.N, D = t.D;
 #ifdef __CUDACC__
-    if (y.device() == CUDA) {
-        LAUNCH(weighted_sum_kernel, ceil_div(N * WARP, 256), 256, y.as<float>(), x.as<float>(),
-               w.as<float>(), N, D);
+    if (t.x.device() == CUDA) {
+        LAUNCH(weighted_sum_kernel, ceil_div(N * WARP, ROW_THREADS), ROW_THREADS, t.y.as<float>(),
+               t.x.as<float>(), t.w.as<float>(), N, D);
         return;
     }
 #endif
-    weighted_sum_cpu(y.as<float>(), x.as<float>(), w.as<float>(), N, D);
+    weighted_sum_cpu(t.y.as<float>(), t.x.as<float>(), t.w.as<float>(), N, D);
 }
-static void weighted_sum_backward(const Tensor& dx, const Tensor& dw, const Tensor& dy,
-                                  const Tensor& x, const Tensor& w) {
-    int64_t D = w.size(), N = dy.size();
+
+// Writes dx and dw, likewise. On a GPU it cuts the rows into as many chunks as keep the chip busy
+// (16 blocks for each multiprocessor), but of 64 rows at least: what it cuts, a second kernel must
+// add up.
+static void weighted_sum_backward(const WeightedSum& t) {
+    const int64_t N = t.N, D = t.D;
 #ifdef __CUDACC__
-    if (dx.device() == CUDA) {
-        // as many chunks as keep the chip busy, but no more to add up than needed
-        int64_t strips = ceil_div(D, WARP);
-        int64_t chunk = std::max<int64_t>(64, ceil_div(N * strips, multiprocessors() * 16)),
-                chunks = ceil_div(N, chunk);
+    if (t.x.device() == CUDA) {
+        const int strips = ceil_div(D, WARP);
+        const int chunk = std::max(64, ceil_div(N * strips, multiprocessors() * 16));
+        const int chunks = ceil_div(N, chunk);
         Tensor partial = empty({chunks, D}, F32, WORKSPACE);
-        LAUNCH(weighted_sum_backward_kernel, dim3((unsigned)strips, (unsigned)chunks),
-               dim3(WARP, SUM_ROWS), dx.as<float>(), partial.as<float>(), dy.as<float>(),
-               x.as<float>(), w.as<float>(), N, D, chunk);
-        return copy_or_add(dw, reshape(sum_last(transpose(partial, 0, 1)), {D}), false);
+        LAUNCH(weighted_sum_backward_kernel, dim3(strips, chunks), dim3(WARP, SUM_ROWS),
+               t.dx.as<float>(), partial.as<float>(), t.dy.as<float>(), t.x.as<float>(),
+               t.w.as<float>(), N, D, chunk);
+        return copy_or_add(t.dw, reshape(sum_last(transpose(partial, 0, 1)), {D}), false);
     }
 #endif
-    weighted_sum_backward_cpu(dx.as<float>(), dw.as<float>(), dy.as<float>(), x.as<float>(),
-                              w.as<float>(), N, D);
+    weighted_sum_backward_cpu(t.dx.as<float>(), t.dw.as<float>(),  // written
+                              t.dy.as<float>(), t.x.as<float>(), t.w.as<float>(), N, D);
 }
 
 // -------------------------------------------------------------------------------------------------
-// weighted_sum: both passes timed, and held to what the tape makes of sum(w x) in fp64
+// 1.3.1, its experiment: both passes at odd sizes and at a large one, timed, and compared with what
+// the tape makes of sum(w x) in fp64. It prints times, rates and errors, then whether memory bounds
+// each pass.
+
+// Returns the largest error of y, dx and dw against fp64; fails where one is above its tolerance.
+static double weighted_sum_error(const WeightedSum& t) {
+    RestoreContext restore;
+    context.device = CPU;
+    auto wide = [](const Tensor& x) { return require_gradient(cast(to_device(x, CPU), F64)); };
+    const Tensor x = wide(t.x), w = wide(t.w), y = sum_last(mul(x, w));
+    backward_from(y, reshape(wide(t.dy), y.shape));
+
+    double error = 0;
+    auto check = [&](const Tensor& got, const Tensor& want, int64_t terms) {
+        // The rounding errors of a sum are a random walk.
+        const double tolerance = 1e-6 * std::sqrt((double)terms) + 1e-6;
+        const Comparison c = compare(got, want, tolerance, 4 * tolerance);
+        if (!c.ok()) {
+            fail("weighted_sum of %s: %s", to_string(t.x.shape).c_str(), to_string(c).c_str());
+        }
+        error = std::max(error, c.max_abs);
+    };
+    check(t.y, reshape(detached(y), t.y.shape), t.D);
+    check(t.dx, x.gradient->value, 1);
+    check(t.dw, w.gradient->value, t.N);
+    return error;
+}
 
 struct MemoryRates {
     double forward, backward, copy;  // GB/s; copy: of x
 };
+// Adds the row of x [N,D] to the table, and returns its rates.
 static MemoryRates weighted_sum_row(Table& table, int64_t N, int64_t D) {
-    const Tensor x = empty({N, D}, F32), w = empty({D}, F32), dy = empty({N}, F32);
-    fill_normal(x, 0, 1, 0, 1), fill_normal(w, 0, 2, 0, 1), fill_normal(dy, 0, 3, 0, 1);
-    const Tensor y = empty({N}, F32), dx = empty({N, D}, F32), dw = empty({D}, F32);
-    auto ms_of = [](const std::function<void()>& f) { return stats_of(time_ms(2, 10, f)).median; };
-    const double copied = ms_of([&] { copy(dx, x); });
-    const double forward = ms_of([&] { weighted_sum_forward(y, x, w); });
-    const double backward = ms_of([&] { weighted_sum_backward(dx, dw, dy, x, w); });
-    double error = 0;
-    auto check = [&](const Tensor& got, const Tensor& want, int64_t terms) {
-        // rounding errors of a sum: a random walk
-        const double tolerance = 1e-6 * std::sqrt((double)terms) + 1e-6;
-        const Comparison c = compare(got, want, tolerance, 4 * tolerance);
-        if (!c.ok()) {
-            fail("weighted_sum of %s: %s", to_string(x.shape).c_str(), to_string(c).c_str());
-        }
-        error = std::max(error, c.max_abs);
-    };
-    const bool small = N * D <= 1 << 20;  // a large one's truth would take 9 GB
-    if (small) {
-        RestoreContext restore;
-        context.device = CPU;
-        auto wide = [](const Tensor& t) { return require_gradient(cast(to_device(t, CPU), F64)); };
-        const Tensor x64 = wide(x), w64 = wide(w), y64 = sum_last(mul(x64, w64));
-        backward_from(y64, reshape(wide(dy), y64.shape));
-        check(y, reshape(detached(y64), y.shape), D);
-        check(dx, x64.gradient->value, 1), check(dw, w64.gradient->value, N);
-    }
+    const WeightedSum t = {N, D};
+    fill_normal(t.x, 0, 1, 0, 1);
+    fill_normal(t.w, 0, 2, 0, 1);
+    fill_normal(t.dy, 0, 3, 0, 1);
+
+    auto ms_of = [](const Job& f) { return stats_of(time_ms(2, 10, f)).median; };
+    const double copied = ms_of([&] { copy(t.dx, t.x); });
+    const double forward = ms_of([&] { weighted_sum_forward(t); });
+    const double backward = ms_of([&] { weighted_sum_backward(t); });
+
     const double GB_ms = 1e-6 * sizeof(float);  // of one number in one ms, in GB/s
     const MemoryRates rates = {GB_ms * (N * D + D + N) / forward,
                                GB_ms * (2 * N * D + 2 * D + N) / backward,
                                GB_ms * 2 * N * D / copied};
     table.row(N, D, forward, rates.forward, backward, rates.backward, rates.copy,
-              small ? strprintf("%.1e", error) : "");
+              // a large one's truth would take 9 GB
+              N * D <= 1 << 20 ? strprintf("%.1e", weighted_sum_error(t)) : "");
     return rates;
 }
+
+// Prints for each pass whether it moves at least 0.8 of the bytes per second that a copy moves.
 static void answer_weighted_sum(const MemoryRates& r) {
     for (auto [pass, rate] : {std::pair{"forward", r.forward}, {"backward", r.backward}}) {
         answer("", "Memory %s %s of the largest x: it moves %.1f GB/s, a copy of x %.1f.",
@@ -594,6 +752,8 @@ static void answer_weighted_sum(const MemoryRates& r) {
            "Per number of x, forward does two FLOPs and reads 4 bytes, backward does three, reads "
            "4 bytes and writes 4.");
 }
+
+// Times and checks all sizes, and prints the table and the answer. Returns 0.
 int cmd_weighted_sum(const Options& o) {
     context.device = choose_device(o.device);
     Table table{

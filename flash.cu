@@ -1,12 +1,17 @@
-// flash.cu: sections 1.3.2 and 1.3.3 of the handout. Attention by tiles: FlashAttention-2 in plain
-// C++ and as the simplest kernels. They, and faster kernels, are rows of one table.
+// flash.cu: sections 1.3.2 and 1.3.3 of the handout. Attention by tiles, FlashAttention-2:
+//   1.3.2  thirteen steps; `tiled`, the steps in plain C++; `flash_v1`, the steps as the simplest
+//          kernels; the table of implementations, which faster kernels enter from fast/; the
+//          reference in float64 and the checks against it; flash_benchmarking
+//   1.3.3  flash_leaderboard
+// and `attention`, a command for your own tensors. Read the steps first, then tiled's forward, then
+// flash_v1's beside it.
 #include "cs336.h"
 #include <cfloat>
 #include "lib/gpu.h"
 
 // -------------------------------------------------------------------------------------------------
-// FlashAttention-2 (Dao, 2023), the handout's section 1.3.2. Every kernel, here and in fast/, cites
-// the numbers of these steps.
+// 1.3.2, FlashAttention-2 (Dao, 2023). Every kernel, here and in fast/, cites the numbers of these
+// steps.
 //
 // S = Q K^T / sqrt(D) and P = softmax(S) never exist as a whole. Queries are cut into tiles Q_i of
 // Bq rows, keys and values into tiles K_j and V_j of Bk rows; q_tiles and k_tiles are how many
@@ -39,71 +44,107 @@
 // loops over the other kind's.
 
 static Heads heads_of(const Tensor& t) {
-    return t ? Heads{t.data, t.stride[0], t.stride[1], t.stride[2]} : Heads{nullptr, 0, 0, 0};
+    if (!t) { return {}; }
+    return {t.data, t.stride[0], t.stride[1], t.stride[2]};
 }
 static int head_size(const AttentionTensors& t) { return (int)t.q.dim(3); }
+
+// Returns what loops and kernels get of the tensors. The tensors must outlive it.
 AttentionArgs args_of(const AttentionTensors& t) {
-    AttentionArgs a;
-    a.q = heads_of(t.q), a.k = heads_of(t.k), a.v = heads_of(t.v), a.o = heads_of(t.o),
-    a.dO = heads_of(t.dO);
-    a.dq = heads_of(t.dq), a.dk = heads_of(t.dk), a.dv = heads_of(t.dv), a.L = t.L.as<float>();
-    a.B = (int)t.q.dim(0), a.H = (int)t.q.dim(1), a.Tq = (int)t.q.dim(2), a.Tk = (int)t.k.dim(2);
-    a.scale = 1 / sqrtf((float)head_size(t)), a.causal = t.causal;
-    return a;
+    return {heads_of(t.q),
+            heads_of(t.k),
+            heads_of(t.v),
+            heads_of(t.o),
+            heads_of(t.dO),
+            heads_of(t.dq),
+            heads_of(t.dk),
+            heads_of(t.dv),
+            t.L.as<float>(),
+            (int)t.q.dim(0),                 // B
+            (int)t.q.dim(1),                 // H
+            (int)t.q.dim(2),                 // Tq
+            (int)t.k.dim(2),                 // Tk
+            1 / sqrtf((float)head_size(t)),  // scale
+            t.causal};
 }
 
-// On the CPU, in fp32, for the GPU's reason: a tile of S fits into a core's cache.
-// Causal tiles above the diagonal are skipped, half of the products, which the versions above
-// cannot do.
+// -------------------------------------------------------------------------------------------------
+// 1.3.2 flash_forward (a), tiled: the steps on the CPU, in fp32, for the GPU's reason: a tile of S
+// fits into a core's cache. Causal tiles above the diagonal are skipped, half of the products;
+// naive and fused cannot do that.
 
 constexpr int CPU_BQ = 64, CPU_BK = 128;  // with D = 64: Q, K, V, S and O tiles take 128 KiB
 
 static float* row_of(const Heads& x, const AttentionArgs& a, int head, int row) {
     return head_of<float>(x, head / a.H, head % a.H) + row * x.row;
 }
-// S of M queries and N keys of one head, in rows of CPU_BK; -inf where a query does not see the
-// key.
-static void scores_cpu(float* S, const AttentionArgs& a, int D, int head, int q0, int M, int k0,
-                       int N) {
-    const float *q = row_of(a.q, a, head, q0), *k = row_of(a.k, a, head, k0);
-    blas_product(S, CPU_BK, q, a.q.row, false, k, a.k.row, true, M, N, D, a.scale, 0);
-    for (int i = 0; i < M; i++) {
-        const int seen = std::max(keys_seen(a.causal, q0 + i, a.Tk) - k0, 0);  // keys of this tile
-        for (int j = seen; j < N; j++) { S[i * CPU_BK + j] = -INFINITY; }
+// A tile of S: M queries from q0 on and N keys from k0 on, of one head of B*H. It is stored as M
+// rows of CPU_BK numbers.
+struct TileOfS {
+    const AttentionArgs& a;
+    int D, head, q0, M, k0, N;
+    // Return the rows of x [B,H,Tq,D] for these queries, and of x [B,H,Tk,D] for these keys.
+    float* queries(const Heads& x) const { return row_of(x, a, head, q0); }
+    float* keys(const Heads& x) const { return row_of(x, a, head, k0); }
+};
+
+// Writes S = Q_i K_j^T / sqrt(D), with -inf where a query does not see a key.
+static void scores_cpu(float* S, const TileOfS& t) {
+    const AttentionArgs& a = t.a;
+    blas_product(S, CPU_BK,                       // [M,N]
+                 t.queries(a.q), a.q.row, false,  // [M,D]
+                 t.keys(a.k), a.k.row, true,      // [N,D], transposed
+                 t.M, t.N, t.D, a.scale, 0);
+    for (int i = 0; i < t.M; i++) {
+        const int seen = std::max(keys_seen(a.causal, t.q0 + i, a.Tk) - t.k0, 0);  // of this tile
+        for (int j = seen; j < t.N; j++) { S[i * CPU_BK + j] = -INFINITY; }
     }
 }
-// O and L of the queries [q0, q0 + M).
+
+// Writes O and L of the queries from q0 to the end of their tile.
 static void flash_forward_tile_cpu(const AttentionArgs& a, int D, int head, int q0) {
-    const int M = std::min(CPU_BQ, a.Tq - q0), keys = keys_seen(a.causal, q0 + M - 1, a.Tk);
+    const int M = std::min(CPU_BQ, a.Tq - q0);
+    const int keys = keys_seen(a.causal, q0 + M - 1, a.Tk);
     std::vector<float> S(CPU_BQ * CPU_BK), O(M * D), m(M, -FLT_MAX), l(M);
     for (int k0 = 0; k0 < keys; k0 += CPU_BK) {
         const int N = std::min(CPU_BK, keys - k0);
-        scores_cpu(S.data(), a, D, head, q0, M, k0, N);  // step 1
+        const TileOfS tile = {a, D, head, q0, M, k0, N};
+        scores_cpu(S.data(), tile);  // step 1
         for (int i = 0; i < M; i++) {
-            float *s = &S[i * CPU_BK], larger = m[i], sum = 0;
-            for (int j = 0; j < N; j++) { larger = std::max(larger, s[j]); }  // step 2
-            for (int j = 0; j < N; j++) {
-                s[j] = std::exp(s[j] - larger);  // step 3
+            float* s = &S[i * CPU_BK];
+            float larger = m[i];
+            for (int j = 0; j < N; j++) {  // step 2
+                larger = std::max(larger, s[j]);
+            }
+            float sum = 0;
+            for (int j = 0; j < N; j++) {  // step 3
+                s[j] = std::exp(s[j] - larger);
                 sum += s[j];
             }
-            const float shrink = std::exp(m[i] - larger);  // step 3
-            l[i] = l[i] * shrink + sum;                    // step 4
-            for (int d = 0; d < D; d++) { O[i * D + d] *= shrink; }
+            const float shrink = std::exp(m[i] - larger);
+            l[i] = l[i] * shrink + sum;    // step 4
+            for (int d = 0; d < D; d++) {  // step 5
+                O[i * D + d] *= shrink;
+            }
             m[i] = larger;
         }
-        const float* v = row_of(a.v, a, head, k0);  // step 5
-        blas_product(O.data(), D, S.data(), CPU_BK, false, v, a.v.row, false, M, D, N, 1, 1);
+        blas_product(O.data(), D,                     // step 5: [M,D] +=
+                     S.data(), CPU_BK, false,         // P [M,N]
+                     tile.keys(a.v), a.v.row, false,  // [N,D]
+                     M, D, N, 1, 1);
     }
+
     for (int i = 0; i < M; i++) {  // step 6
         float* o = row_of(a.o, a, head, q0 + i);
         for (int d = 0; d < D; d++) { o[d] = O[i * D + d] / l[i]; }
         a.L[(int64_t)head * a.Tq + q0 + i] = m[i] + std::log(l[i]);
     }
 }
+
+// Writes O and L. A thread takes a tile of queries; the last tiles have the most keys and go first.
 static void flash_forward_cpu(const AttentionTensors& t) {
     const AttentionArgs a = args_of(t);
     one_blas_thread();
-// the last tiles have the most keys, and go first
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int q0 = (a.Tq - 1) / CPU_BQ * CPU_BQ; q0 >= 0; q0 -= CPU_BQ) {
         for (int head = 0; head < a.B * a.H; head++) {
@@ -112,58 +153,72 @@ static void flash_forward_cpu(const AttentionTensors& t) {
     }
 }
 
-// Algorithm 2. A thread takes all of a head, so no two add to one sum. A sum's first product
-// overwrites.
+// Adds to dQ, dK and dV what a tile of S gives. P and dS have room for a tile. The first product of
+// a sum overwrites what was in it: its last argument, the factor for that, is 0. `first` is the
+// first query whose tile meets these keys; key 0 is the first that meets these queries.
+static void flash_backward_tile_cpu(float* P, float* dS, const TileOfS& t, int first) {
+    const AttentionArgs& a = t.a;
+    const int D = t.D, M = t.M, N = t.N;
+    const float *o = t.queries(a.o), *dO = t.queries(a.dO);
+    const float* L = a.L + (int64_t)t.head * a.Tq + t.q0;
+
+    scores_cpu(P, t);                         // step 8: S
+    blas_product(dS, CPU_BK,                  // step 10: dP [M,N]
+                 dO, a.dO.row, false,         // [M,D]
+                 t.keys(a.v), a.v.row, true,  // [N,D], transposed
+                 M, N, D, 1, 0);
+    for (int i = 0; i < M; i++) {
+        float *p = P + i * CPU_BK, *ds = dS + i * CPU_BK;
+        float delta = 0;
+        for (int d = 0; d < D; d++) {  // step 7
+            delta += o[i * a.o.row + d] * dO[i * a.dO.row + d];
+        }
+        for (int j = 0; j < N; j++) {
+            p[j] = std::exp(p[j] - L[i]);              // step 8
+            ds[j] = p[j] * (ds[j] - delta) * a.scale;  // step 11, and the scale of 12 and 13
+        }
+    }
+    blas_product(t.keys(a.dv), a.dv.row,  // step 9: dV_j [N,D] +=
+                 P, CPU_BK, true,         // [M,N], transposed
+                 dO, a.dO.row, false,     // [M,D]
+                 N, D, M, 1, t.q0 > first);
+    blas_product(t.queries(a.dq), a.dq.row,    // step 12: dQ_i [M,D] +=
+                 dS, CPU_BK, false,            // [M,N]
+                 t.keys(a.k), a.k.row, false,  // [N,D]
+                 M, D, N, 1, t.k0 > 0);
+    blas_product(t.keys(a.dk), a.dk.row,          // step 13: dK_j [N,D] +=
+                 dS, CPU_BK, true,                // [M,N], transposed
+                 t.queries(a.q), a.q.row, false,  // [M,D]
+                 N, D, M, 1, t.q0 > first);
+}
+
+// Writes dQ, dK and dV. A thread takes all of a head, so no two add to one sum.
 static void flash_backward_cpu(const AttentionTensors& t) {
     const AttentionArgs a = args_of(t);
-    const int D = head_size(t);
     one_blas_thread();
 #pragma omp parallel for schedule(dynamic)
     for (int head = 0; head < a.B * a.H; head++) {
         std::vector<float> P(CPU_BQ * CPU_BK), dS(CPU_BQ * CPU_BK);
-        auto add = [&](const Heads& to, int row, const std::vector<float>& x, bool transposed,
-                       const Heads& y, int y_row, int rows, int terms, bool first) {  // to += x y
-            blas_product(row_of(to, a, head, row), to.row, x.data(), CPU_BK, transposed,
-                         row_of(y, a, head, y_row), y.row, false, rows, D, terms, 1, first ? 0 : 1);
-        };
         for (int k0 = 0; k0 < a.Tk; k0 += CPU_BK) {
+            const int N = std::min(CPU_BK, a.Tk - k0);
             // At least the last tile of queries, though it may see none of these keys: their
             // gradients are then 0.
-            const int N = std::min(CPU_BK, a.Tk - k0),
-                      first = a.causal ? std::min(k0, a.Tq - 1) / CPU_BQ * CPU_BQ : 0;
-            const float* v = row_of(a.v, a, head, k0);
+            const int first = a.causal ? std::min(k0, a.Tq - 1) / CPU_BQ * CPU_BQ : 0;
             for (int q0 = first; q0 < a.Tq; q0 += CPU_BQ) {
                 const int M = std::min(CPU_BQ, a.Tq - q0);
-                const float *dO = row_of(a.dO, a, head, q0), *o = row_of(a.o, a, head, q0);
-                // step 8's S
-                scores_cpu(P.data(), a, D, head, q0, M, k0, N);
-                // step 10: dP
-                blas_product(dS.data(), CPU_BK, dO, a.dO.row, false, v, a.v.row, true, M, N, D, 1,
-                             0);
-                for (int i = 0; i < M; i++) {
-                    float *p = &P[i * CPU_BK], *ds = &dS[i * CPU_BK], Di = 0;
-                    const float L = a.L[(int64_t)head * a.Tq + q0 + i];
-                    // step 7
-                    for (int d = 0; d < D; d++) { Di += o[i * a.o.row + d] * dO[i * a.dO.row + d]; }
-                    for (int j = 0; j < N; j++) {
-                        p[j] = std::exp(p[j] - L);  // step 8
-                        // step 11, and the scale of 12 and 13
-                        ds[j] = p[j] * (ds[j] - Di) * a.scale;
-                    }
-                }
-                add(a.dv, k0, P, true, a.dO, q0, N, M, q0 == first);  // step 9
-                add(a.dq, q0, dS, false, a.k, k0, M, N, k0 == 0);     // step 12
-                add(a.dk, k0, dS, true, a.q, q0, N, M, q0 == first);  // step 13
+                flash_backward_tile_cpu(P.data(), dS.data(), {a, head_size(t), head, q0, M, k0, N},
+                                        first);
             }
         }
     }
 }
 
 // -------------------------------------------------------------------------------------------------
-// The same on a GPU, as simply as it goes: flash_v1. A block owns a tile of 32 rows (of Q; for dK
-// and dV of K and V) and has a warp for each. The warp's lanes hold that row's columns in
-// registers: columns lane, lane + 32, ... Tiles of 32 rows of the other side pass through shared
-// memory; in a product, lane j takes the tile's row j. All sums are fp32.
+// 1.3.2 flash_forward (b) and flash_backward, flash_v1: the same on a GPU, as simply as it goes. A
+// block owns a tile of 32 rows (of Q; for dK and dV of K and V) and has a warp for each. The warp's
+// lanes hold that row's columns in registers: columns lane, lane + 32, ... Tiles of 32 rows of the
+// other side pass through shared memory; in a product, lane j takes the tile's row j. All sums are
+// fp32.
 //
 // It runs on every card since sm_75. What it leaves to faster kernels: a product reads one number
 // from shared memory for each multiplication, and up to one from another lane; the tensor cores
@@ -175,29 +230,37 @@ constexpr int V1_TILE = WARP, V1_D = 128, V1_COLUMNS = V1_D / WARP;
 using V1Tile = float[V1_TILE][V1_D + 1];
 using V1Row = float[V1_COLUMNS];  // a row, spread over a warp
 
+// Loads a tile of rows from `first` on, each warp one. A row behind the last is 0.
 template <class T>
-__device__ void v1_load(V1Tile& tile, const T* from, int64_t stride, int first, int rows, int D) {
+__device__ void v1_load(V1Tile& tile,
+                        const T* from,  // [rows,D], row i at from + i * stride
+                        int64_t stride, int first, int rows, int D) {
     int i = first + threadIdx.y;
     for (int d = threadIdx.x; d < D; d += WARP) {
         tile[threadIdx.y][d] = i < rows ? from[i * stride + d] : 0.0f;
     }
 }
+// Loads row i, the warp's. It is 0 behind the last row, and so are columns behind D.
 template <class T>
-__device__ void v1_load(V1Row& row, const T* from, int64_t stride, int i, int rows, int D) {
+__device__ void v1_load(V1Row& row,
+                        const T* from,  // [rows,D]
+                        int64_t stride, int i, int rows, int D) {
     for (int c = 0; c < V1_COLUMNS; c++) {
         int d = c * WARP + threadIdx.x;
         row[c] = i < rows && d < D ? from[i * stride + d] : 0.0f;
     }
 }
+// Stores row i, the warp's, times a factor.
 template <class T>
-__device__ void v1_store(const V1Row& row, float factor, T* to, int64_t stride, int i, int rows,
-                         int D) {
+__device__ void v1_store(const V1Row& row, float factor,
+                         T* to,  // [rows,D]
+                         int64_t stride, int i, int rows, int D) {
     for (int c = 0; c < V1_COLUMNS; c++) {
         int d = c * WARP + threadIdx.x;
         if (i < rows && d < D) { to[i * stride + d] = row[c] * factor; }
     }
 }
-// The warp's row times row `lane` of the tile: 32 products at once.
+// Returns the warp's row times row `lane` of the tile: 32 products at once.
 __device__ inline float v1_dot(const V1Row& row, const V1Tile& tile, int D) {
     float sum = 0;
 #pragma unroll
@@ -208,7 +271,7 @@ __device__ inline float v1_dot(const V1Row& row, const V1Tile& tile, int D) {
     }
     return sum;
 }
-// row += sum_j x_j tile_j, where lane j holds x_j.
+// Adds sum_j x_j tile_j to the warp's row; lane j holds x_j.
 __device__ inline void v1_add_rows(V1Row& row, float x, const V1Tile& tile, int D) {
     for (int j = 0; j < V1_TILE; j++) {
         float x_j = __shfl_sync(0xffffffff, x, j);
@@ -220,90 +283,106 @@ __device__ inline void v1_add_rows(V1Row& row, float x, const V1Tile& tile, int 
     }
 }
 
+// Writes O and L: a block owns queries, and the keys that they see pass.
 template <class T>
 __global__ void __launch_bounds__(V1_TILE* WARP, 1)
     flash_v1_forward_kernel(AttentionArgs a, int D) {
     __shared__ V1Tile K, V;
-    int head = blockIdx.x, b = head / a.H, h = head % a.H, q0 = blockIdx.y * V1_TILE,
-        i = q0 + threadIdx.y;
+    int head = blockIdx.x, b = head / a.H, h = head % a.H;
+    int q0 = blockIdx.y * V1_TILE;
+    int i = q0 + threadIdx.y;
     V1Row q, O = {};
     v1_load(q, head_of<const T>(a.q, b, h), a.q.row, i, a.Tq, D);
-    float m = -FLT_MAX, l = 0;  // not -inf: a tile's scores may all be -inf, and -inf - -inf is NaN
+    float m = -FLT_MAX;  // not -inf: a tile's scores may all be -inf, and -inf - -inf is NaN
+    float l = 0;
+
     int keys = keys_seen(a.causal, q0 + V1_TILE - 1, a.Tk);
     for (int k0 = 0; k0 < keys; k0 += V1_TILE) {
         __syncthreads();  // all warps have read the tiles of the turn before
         v1_load(K, head_of<const T>(a.k, b, h), a.k.row, k0, a.Tk, D);
         v1_load(V, head_of<const T>(a.v, b, h), a.v.row, k0, a.Tk, D);
         __syncthreads();  // the tiles are there
+
         bool seen = k0 + threadIdx.x < keys_seen(a.causal, i, a.Tk);
-        float dot = v1_dot(q, K, D), s = seen ? a.scale * dot : -INFINITY;  // step 1
-        float larger = fmaxf(m, warp_max(s));                               // step 2: m'
-        float p = expf(s - larger), shrink = expf(m - larger);              // step 3
-        l = shrink * l + warp_sum(p);                                       // step 4
-        for (float& o : O) { o *= shrink; }                                 // step 5
-        v1_add_rows(O, p, V, D);
+        float dot = v1_dot(q, K, D);
+        float s = seen ? a.scale * dot : -INFINITY;  // step 1
+        float larger = fmaxf(m, warp_max(s));        // step 2: m'
+        float p = expf(s - larger);                  // step 3
+        float shrink = expf(m - larger);
+        l = shrink * l + warp_sum(p);  // step 4
+        for (float& o : O) { o *= shrink; }
+        v1_add_rows(O, p, V, D);  // step 5
         m = larger;
     }
+
     v1_store(O, 1 / l, head_of<T>(a.o, b, h), a.o.row, i, a.Tq, D);  // step 6
     if (threadIdx.x == 0 && i < a.Tq) { a.L[(int64_t)head * a.Tq + i] = m + logf(l); }
 }
 
-// dQ, and step 7 on the way: a block owns queries, and the keys that they see pass.
+// Writes dQ, and delta of step 7: a block owns queries, and the keys that they see pass.
 template <class T>
 __global__ void __launch_bounds__(V1_TILE* WARP, 1)
-    flash_v1_dq_kernel(AttentionArgs a, int D, float* delta) {
+    flash_v1_dq_kernel(AttentionArgs a, int D, float* delta /* [B,H,Tq] */) {
     __shared__ V1Tile K, V;
-    int head = blockIdx.x, b = head / a.H, h = head % a.H, q0 = blockIdx.y * V1_TILE,
-        i = q0 + threadIdx.y;
+    int head = blockIdx.x, b = head / a.H, h = head % a.H;
+    int q0 = blockIdx.y * V1_TILE;
+    int i = q0 + threadIdx.y;
     V1Row q, o, dO, dQ = {};
     v1_load(q, head_of<const T>(a.q, b, h), a.q.row, i, a.Tq, D);
     v1_load(dO, head_of<const T>(a.dO, b, h), a.dO.row, i, a.Tq, D);
     v1_load(o, head_of<const T>(a.o, b, h), a.o.row, i, a.Tq, D);
-    float L = i < a.Tq ? a.L[(int64_t)head * a.Tq + i] : 0, D_i = 0;
+    float L = i < a.Tq ? a.L[(int64_t)head * a.Tq + i] : 0;
+    float D_i = 0;
     for (int c = 0; c < V1_COLUMNS; c++) { D_i += o[c] * dO[c]; }
     D_i = warp_sum(D_i);  // step 7
     if (threadIdx.x == 0 && i < a.Tq) { delta[(int64_t)head * a.Tq + i] = D_i; }
+
     int keys = keys_seen(a.causal, q0 + V1_TILE - 1, a.Tk);
     for (int k0 = 0; k0 < keys; k0 += V1_TILE) {
         __syncthreads();  // all warps have read the tiles of the turn before
         v1_load(K, head_of<const T>(a.k, b, h), a.k.row, k0, a.Tk, D);
         v1_load(V, head_of<const T>(a.v, b, h), a.v.row, k0, a.Tk, D);
         __syncthreads();  // the tiles are there
+
         bool seen = k0 + threadIdx.x < keys_seen(a.causal, i, a.Tk);
-        float dot = v1_dot(q, K, D), dP = v1_dot(dO, V, D);          // steps 8 and 10
+        float dot = v1_dot(q, K, D);                                 // step 8
+        float dP = v1_dot(dO, V, D);                                 // step 10
         float dS = seen ? expf(a.scale * dot - L) * (dP - D_i) : 0;  // steps 8 and 11
         v1_add_rows(dQ, dS, K, D);                                   // step 12, but for the scale
     }
     v1_store(dQ, a.scale, head_of<T>(a.dq, b, h), a.dq.row, i, a.Tq, D);
 }
 
-// dK and dV: a block owns keys, and the queries that see them pass. P and dS are computed a second
-// time, so that no two blocks add to one sum: no atomics are needed, and every run gives the same
-// bits.
+// Writes dK and dV: a block owns keys, and the queries that see them pass. P and dS are computed a
+// second time, so that no two blocks add to one sum: no atomics are needed, and every run gives the
+// same bits.
 template <class T>
 __global__ void __launch_bounds__(V1_TILE* WARP, 1)
-    flash_v1_dkv_kernel(AttentionArgs a, int D, const float* delta) {
+    flash_v1_dkv_kernel(AttentionArgs a, int D, const float* delta /* [B,H,Tq] */) {
     __shared__ V1Tile Q, dO;
-    int head = blockIdx.x, b = head / a.H, h = head % a.H, k0 = blockIdx.y * V1_TILE,
-        j = k0 + threadIdx.y;
+    int head = blockIdx.x, b = head / a.H, h = head % a.H;
+    int k0 = blockIdx.y * V1_TILE;
+    int j = k0 + threadIdx.y;
     V1Row k, v, dK = {}, dV = {};
     v1_load(k, head_of<const T>(a.k, b, h), a.k.row, j, a.Tk, D);
     v1_load(v, head_of<const T>(a.v, b, h), a.v.row, j, a.Tk, D);
+
     for (int q0 = a.causal ? k0 : 0; q0 < a.Tq; q0 += V1_TILE) {
         __syncthreads();  // all warps have read the tiles of the turn before
         v1_load(Q, head_of<const T>(a.q, b, h), a.q.row, q0, a.Tq, D);
         v1_load(dO, head_of<const T>(a.dO, b, h), a.dO.row, q0, a.Tq, D);
         __syncthreads();  // the tiles are there
+
         int i = q0 + threadIdx.x;
         bool seen = i < a.Tq && j < keys_seen(a.causal, i, a.Tk);
-        float L = seen ? a.L[(int64_t)head * a.Tq + i] : 0,
-              D_i = seen ? delta[(int64_t)head * a.Tq + i] : 0;
-        float dot = v1_dot(k, Q, D), p = seen ? expf(a.scale * dot - L) : 0;  // step 8
-        v1_add_rows(dV, p, dO, D);                                            // step 9
-        float dP = v1_dot(v, dO, D);                                          // step 10
-        float dS = seen ? p * (dP - D_i) : 0;                                 // step 11
-        // step 13, but for the scale
-        v1_add_rows(dK, dS, Q, D);
+        float L = seen ? a.L[(int64_t)head * a.Tq + i] : 0;
+        float D_i = seen ? delta[(int64_t)head * a.Tq + i] : 0;
+        float dot = v1_dot(k, Q, D);
+        float p = seen ? expf(a.scale * dot - L) : 0;  // step 8
+        v1_add_rows(dV, p, dO, D);                     // step 9
+        float dP = v1_dot(v, dO, D);                   // step 10
+        float dS = seen ? p * (dP - D_i) : 0;          // step 11
+        v1_add_rows(dK, dS, Q, D);                     // step 13, but for the scale
     }
     v1_store(dK, a.scale, head_of<T>(a.dk, b, h), a.dk.row, j, a.Tk, D);
     v1_store(dV, 1, head_of<T>(a.dv, b, h), a.dv.row, j, a.Tk, D);
@@ -319,6 +398,7 @@ static void flash_v1_forward(const AttentionTensors& t) {
         LAUNCH(flash_v1_forward_kernel<T>, v1_grid(a, a.Tq), dim3(WARP, V1_TILE), a, head_size(t));
     });
 }
+// Writes dQ, then dK and dV, which need what the first kernel finds in step 7.
 static void flash_v1_backward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
     int D = head_size(t);
@@ -341,7 +421,7 @@ static void flash_v1_backward(const AttentionTensors&) {
 #endif
 
 // -------------------------------------------------------------------------------------------------
-// The table of implementations: dispatch, commands, benchmarks and tests walk it.
+// 1.3.2, the table of implementations: dispatch, commands, benchmarks and tests walk it.
 
 static bool flash_on_gpu(DType, int64_t D) { return flash_head_size(D); }
 static bool only_fp32(DType t, int64_t) { return t == F32; }
@@ -353,8 +433,8 @@ static const AddRow<AttentionImpl> flash_impls[] = {
     {{"flash_v1", CUDA, 30, flash_on_gpu, nullptr, flash_v1_forward, flash_v1_backward}},
 };
 
-// The last row that takes it. None in fp16: on the GPU only flash_v1 takes that, and fused, on
-// tensor cores, is faster.
+// Returns the last row that takes this and has both passes by hand; null if there is none. None is
+// offered in fp16: on the GPU only flash_v1 takes that, and fused, on tensor cores, is faster.
 const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D) {
     const AttentionImpl* best = nullptr;
     if (dtype == F16) { return best; }
@@ -363,12 +443,17 @@ const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D) {
     }
     return best;
 }
+
+// Returns the same as a reference, and is a usage error if there is none. On META it looks for the
+// device that is planned for. The CPU's row takes fp32 alone, but a plan, which calls no row, may
+// count any dtype.
 const AttentionImpl& require_flash(Device device, DType dtype, int64_t D) {
-    const bool only_counted = device == META;
-    if (only_counted) { device = context.planned_for; }
-    // The CPU's row takes fp32 alone, but a plan, which calls no row, may count any dtype.
-    const AttentionImpl* impl =
-        fastest_flash(device, only_counted && device == CPU ? F32 : dtype, D);
+    DType taken = dtype;
+    if (device == META) {
+        device = context.planned_for;
+        if (device == CPU) { taken = F32; }
+    }
+    const AttentionImpl* impl = fastest_flash(device, taken, D);
     if (!impl) {
         usage_error(
             "mode flash: no FlashAttention on %s for %s and head size %ld; --mode fused takes them "
@@ -378,39 +463,45 @@ const AttentionImpl& require_flash(Device device, DType dtype, int64_t D) {
     return *impl;
 }
 
-// Part `which` of x [B,T,parts*C] as [B,H,T,D].
+// Returns part `which` of x [B,T,parts*C] as [B,H,T,D], by strides.
 static Tensor heads_view(const Tensor& x, int which, int parts, int H) {
-    int64_t B = x.dim(0), T = x.dim(1), C = x.dim(2) / parts, D = C / H;
+    const int64_t B = x.dim(0), T = x.dim(1), C = x.dim(2) / parts, D = C / H;
     Tensor t = detached(x);
     t.data += which * C * (int64_t)size_of(x.dtype);
     t.shape = {B, H, T, D};
     t.stride = {T * parts * C, D, parts * C, 1};
     return t;
 }
+
+// Returns O [B,T,C] of causal attention on qkv [B,T,3C], for the model. The backward is recorded as
+// one step of the tape.
 Tensor flash_self_attention(const Tensor& qkv, int H) {
     Range range("attention");
-    int64_t B = qkv.dim(0), T = qkv.dim(1), C = qkv.dim(2) / 3;
+    const int64_t B = qkv.dim(0), T = qkv.dim(1), C = qkv.dim(2) / 3;
     const AttentionImpl& impl = require_flash(qkv.device(), qkv.dtype, C / H);
-    Tensor o = empty({B, T, C}, qkv.dtype), L = empty({B, H, T}, F32);
+    Tensor o = empty({B, T, C}, qkv.dtype);
     AttentionTensors t{heads_view(qkv, 0, 3, H), heads_view(qkv, 1, 3, H), heads_view(qkv, 2, 3, H),
                        true};
-    t.o = heads_view(o, 0, 1, H), t.L = L;
+    t.o = heads_view(o, 0, 1, H);
+    t.L = empty({B, H, T}, F32);
     run_pass(impl.forward, t);
+
     record(o, {qkv}, [t, H, &impl, g = qkv.gradient](const Tensor& dO) {
-        AttentionTensors b = t;
-        Tensor dqkv = empty(g->shape, g->dtype), dO_rows = contiguous(dO);
-        b.dO = heads_view(dO_rows, 0, 1, H);
-        b.dq = heads_view(dqkv, 0, 3, H), b.dk = heads_view(dqkv, 1, 3, H),
-        b.dv = heads_view(dqkv, 2, 3, H);
-        run_pass(impl.backward, b);
+        AttentionTensors backward = t;
+        Tensor dqkv = empty(g->shape, g->dtype);
+        backward.dO = heads_view(contiguous(dO), 0, 1, H);
+        backward.dq = heads_view(dqkv, 0, 3, H);
+        backward.dk = heads_view(dqkv, 1, 3, H);
+        backward.dv = heads_view(dqkv, 2, 3, H);
+        run_pass(impl.backward, backward);
         add_gradient(g, dqkv);
     });
     return o;
 }
 
 // -------------------------------------------------------------------------------------------------
-// The reference: one query at a time, by the definition, in fp64 on the CPU. Never optimised: all
-// else is compared with it.
+// 1.3.2, the reference: one query at a time, by the definition, in fp64 on the CPU. Never
+// optimised: all else is compared with it.
 //   s_j = scale q_i k_j;  L_i = log sum_j exp s_j;  p_j = exp(s_j - L_i);  O_i = sum_j p_j v_j
 //   dp_j = dO_i v_j;  D_i = sum_j p_j dp_j;  ds_j = p_j (dp_j - D_i)
 //   dV_j += p_j dO_i;  dQ_i = scale sum_j ds_j k_j;  dK_j += scale ds_j q_i
@@ -427,7 +518,8 @@ Tensor flash_self_attention(const Tensor& qkv, int H) {
 // The bound is SIGMAS times the sum of u |result| and of the root of the squares of what these make
 // of the result.
 
-static AttentionTensors as_type(DType dtype, AttentionTensors in) {  // on context.device
+// Returns the inputs on context.device, in this dtype.
+static AttentionTensors as_type(DType dtype, AttentionTensors in) {
     for (Tensor* t : {&in.q, &in.k, &in.v, &in.dO}) {
         if (*t) { *t = cast(to_device(*t, context.device), dtype); }
     }
@@ -435,85 +527,103 @@ static AttentionTensors as_type(DType dtype, AttentionTensors in) {  // on conte
 }
 constexpr double SIGMAS = 6;
 static double square(double x) { return x * x; }
+
+// Returns half the distance from 1 to the next number of the type.
 static double roundoff(DType t) {
-    return t == BF16 ? 0x1p-8 : t == F16 ? 0x1p-11 : t == F32 ? 0x1p-24 : 0x1p-53;
+    switch (t) {
+        case BF16: return 0x1p-8;
+        case F16: return 0x1p-11;
+        case F32: return 0x1p-24;
+        default: return 0x1p-53;
+    }
 }
+enum { OF_O, OF_L, OF_DQ, OF_DK, OF_DV };
 struct Reference {
-    std::vector<Tensor> results, bounds;  // of O, L and, if there is a dO, dQ, dK, dV
+    std::vector<Tensor> results, bounds;  // [OF_O] and [OF_L]; the others if there is a dO
 };
+
+// Adds what query i of a head gives to the results, and the squares of its errors to the bounds. t
+// is in fp64; u is as above; tiny is what a factor may lose to underflow.
+static void add_query(Reference& r, const AttentionTensors& t, double u, double tiny, int64_t head,
+                      int64_t i) {
+    const int64_t D = t.q.dim(3), query = head * t.q.dim(2) + i;
+    const double scale = 1 / std::sqrt((double)D);
+    auto row = [&](const Tensor& x, int64_t n) {
+        return x.as<double>() + (head * x.dim(2) + n) * D;
+    };
+    // Adds factor x to row n of a result. The factor is known up to `error` and underflow.
+    auto add = [&](int result, int64_t n, double factor, double error, const double* x) {
+        double *to = row(r.results[result], n), *bound = row(r.bounds[result], n);
+        for (int d = 0; d < D; d++) {
+            to[d] += factor * x[d];
+            bound[d] += square((error + tiny) * x[d]);
+        }
+    };
+
+    const int n = keys_seen(t.causal, (int)i, (int)t.k.dim(2));
+    const double* q = row(t.q, i);
+    std::vector<double> s(n), p(n), dp(n);
+    double m = -INFINITY, sum = 0, largest = 0;
+    for (int j = 0; j < n; j++) {
+        s[j] = scale * std::inner_product(q, q + D, row(t.k, j), 0.0);
+        m = std::max(m, s[j]);
+        largest = std::max(largest, std::fabs(s[j]));
+    }
+    for (int j = 0; j < n; j++) { sum += std::exp(s[j] - m); }
+    const double L = m + std::log(sum);
+    const double e = u * (1 + largest);
+    r.results[OF_L].as<double>()[query] = L;
+    r.bounds[OF_L].as<double>()[query] = e * e;
+    for (int j = 0; j < n; j++) {
+        p[j] = std::exp(s[j] - L);
+        add(OF_O, i, p[j], e * p[j], row(t.v, j));
+    }
+    if (!t.dO) { return; }
+
+    const double* dO = row(t.dO, i);
+    const double* O = row(r.results[OF_O], i);
+    double Di = 0, Di_error = 0;  // the error's square
+    for (int d = 0; d < D; d++) { Di_error += square(u * O[d] * dO[d]); }
+    for (int j = 0; j < n; j++) {
+        dp[j] = std::inner_product(dO, dO + D, row(t.v, j), 0.0);
+        Di += p[j] * dp[j];
+        Di_error += square(e * p[j] * dp[j]);
+        add(OF_DV, j, p[j], e * p[j], dO);
+    }
+    for (int j = 0; j < n; j++) {
+        const double ds = scale * p[j] * (dp[j] - Di);
+        const double error = std::sqrt(square(e * (dp[j] - Di)) + square(u * dp[j]) + Di_error);
+        add(OF_DQ, i, ds, scale * p[j] * error, row(t.k, j));
+        add(OF_DK, j, ds, scale * p[j] * error, q);
+    }
+}
+
 // Returns the results of these inputs, and the bounds of an implementation that stores numbers of
 // the type `stored`.
 static Reference reference(const AttentionTensors& in, DType stored) {
     RestoreContext restore;
     context.device = CPU;
     const AttentionTensors t = as_type(F64, in);
-    const int64_t heads = t.q.dim(0) * t.q.dim(1), Tq = t.q.dim(2), Tk = t.k.dim(2), D = t.q.dim(3);
-    const double scale = 1 / std::sqrt((double)D), tiny = stored == F16 ? 0x1p-25 : 0;
+    const int64_t heads = t.q.dim(0) * t.q.dim(1), Tq = t.q.dim(2);
+    const double longest_sum = std::max({Tq, t.k.dim(2), t.q.dim(3)});
     const double u =
-        roundoff(stored) + roundoff(stored == F64 ? F64 : F32) * std::sqrt(std::max({Tq, Tk, D}));
+        roundoff(stored) + roundoff(stored == F64 ? F64 : F32) * std::sqrt(longest_sum);
+    const double tiny = stored == F16 ? 0x1p-25 : 0;
+
     Reference r;
     for (std::vector<Tensor>* all : {&r.results, &r.bounds}) {
         *all = {zeros(t.q.shape, F64), zeros({t.q.dim(0), t.q.dim(1), Tq}, F64)};
+        if (!t.dO) { continue; }
         for (const Tensor* x : {&t.q, &t.k, &t.v}) { all->push_back(zeros(x->shape, F64)); }
     }
 #pragma omp parallel for
     for (int64_t head = 0; head < heads; head++) {
-        auto row = [&](const Tensor& x, int64_t i) {
-            return x.as<double>() + (head * x.dim(2) + i) * D;
-        };
-        auto dot = [&](const double* x, const double* y) {
-            return std::inner_product(x, x + D, y, 0.0);
-        };
-        // Row i of a result gets factor x, where the factor is known up to `error`.
-        auto add = [&](int result, int64_t i, double factor, double error, const double* x) {
-            double *to = row(r.results[result], i), *bound = row(r.bounds[result], i);
-            for (int d = 0; d < D; d++) {
-                to[d] += factor * x[d];
-                bound[d] += square(error * x[d]);
-            }
-        };
-        std::vector<double> p(Tk), dp(Tk);
-        for (int64_t i = 0; i < Tq; i++) {
-            const double* q = row(t.q, i);
-            const int n = keys_seen(t.causal, (int)i, (int)Tk);
-            double m = -INFINITY, sum = 0, largest = 0;
-            for (int j = 0; j < n; j++) {
-                p[j] = scale * dot(q, row(t.k, j));  // s_j
-                m = std::max(m, p[j]);
-                largest = std::max(largest, std::fabs(p[j]));
-            }
-            for (int j = 0; j < n; j++) { sum += std::exp(p[j] - m); }
-
-            const double L = m + std::log(sum), e = u * (1 + largest);
-            r.results[1].as<double>()[head * Tq + i] = L;
-            r.bounds[1].as<double>()[head * Tq + i] = e * e;
-            for (int j = 0; j < n; j++) {
-                p[j] = std::exp(p[j] - L);
-                add(0, i, p[j], e * p[j] + tiny, row(t.v, j));
-            }
-            if (!t.dO) { continue; }
-
-            const double *dO = row(t.dO, i), *O = row(r.results[0], i);
-            double Di = 0, Di_error = 0;  // the error's square
-            for (int d = 0; d < D; d++) { Di_error += square(u * O[d] * dO[d]); }
-            for (int j = 0; j < n; j++) {
-                dp[j] = dot(dO, row(t.v, j));
-                Di += p[j] * dp[j];
-                Di_error += square(e * p[j] * dp[j]);
-                add(4, j, p[j], e * p[j] + tiny, dO);
-            }
-            for (int j = 0; j < n; j++) {
-                const double ds = scale * p[j] * (dp[j] - Di);
-                const double error =
-                    std::sqrt(square(e * (dp[j] - Di)) + square(u * dp[j]) + Di_error);
-                add(2, i, ds, scale * p[j] * error + tiny, row(t.k, j));
-                add(3, j, ds, scale * p[j] * error + tiny, q);
-            }
-        }
+        for (int64_t i = 0; i < Tq; i++) { add_query(r, t, u, tiny, head, i); }
     }
-    r.results.resize(t.dO ? 5 : 2);
+
     for (size_t k = 0; k < r.results.size(); k++) {
-        double *bound = r.bounds[k].as<double>(), *x = r.results[k].as<double>();
+        const double* x = r.results[k].as<double>();
+        double* bound = r.bounds[k].as<double>();
         for (int64_t i = 0; i < r.results[k].size(); i++) {
             bound[i] = SIGMAS * (std::sqrt(bound[i]) + u * std::fabs(x[i]) + tiny);
         }
@@ -522,18 +632,29 @@ static Reference reference(const AttentionTensors& in, DType stored) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// flash_forward, flash_backward: all that runs here against the reference, at the handout's test
-// size and at odd ones
+// 1.3.2 flash_forward, flash_backward: all that runs here against the reference, at the handout's
+// test size and at odd ones. They print the largest error of each result, a verdict, and what the
+// handout asks of the algorithm.
 
 static const std::vector<AttentionCase> check_cases = {
-    {4, 1, 128, 128, 64, false},  {4, 1, 128, 128, 64, true},  {1, 2, 1, 1, 16, true},
-    {2, 3, 65, 65, 32, true},     {1, 2, 127, 200, 80, false}, {1, 2, 200, 127, 80, true},
-    {2, 1, 257, 129, 128, true},  {1, 1, 63, 300, 128, true},  {1, 2, 700, 500, 64, false},
-    {1, 2, 500, 300, 128, false}, {1, 1, 500, 300, 80, false},
+    {4, 1, 128, 128, 64, false},   // the handout's
+    {4, 1, 128, 128, 64, true},    // the same, causal
+    {1, 2, 1, 1, 16, true},        // one query and one key
+    {2, 3, 65, 65, 32, true},      // one more than tiles have
+    {1, 2, 127, 200, 80, false},   // more keys than queries; no tile is full
+    {1, 2, 200, 127, 80, true},    // more queries than keys
+    {2, 1, 257, 129, 128, true},   // one more than tiles have, of the largest head
+    {1, 1, 63, 300, 128, true},    // no query sees the last keys
+    {1, 2, 700, 500, 64, false},   // many tiles
+    {1, 2, 500, 300, 128, false},  // many tiles of the largest head
+    {1, 1, 500, 300, 80, false},   // and of one that is no power of 2
 };
+constexpr int QUICK_CHECK = 70000;  // B Tq Tk, at most, with --quick
+
 struct ResultError {
     double largest = 0, of_bound = 0;  // of_bound: the largest share of an element's bound
 };
+// Returns how far `got` is from `want`. A number that is not finite is infinitely far.
 static ResultError error_of(const Tensor& got, const Tensor& want, const Tensor& bound) {
     const std::vector<double> x = to_doubles(got), y = to_doubles(want), b = to_doubles(bound);
     ResultError e;
@@ -545,7 +666,9 @@ static ResultError error_of(const Tensor& got, const Tensor& want, const Tensor&
     }
     return e;
 }
-// Prints the table and the verdict. The exit code: 1 where a row is WRONG.
+
+// Checks all implementations on the device, and tiled, which needs no GPU. Prints the table and the
+// verdict. Returns the exit code: 1 if a row is WRONG.
 static int check_attention(const Options& o, const char* name, bool with_backward) {
     const Device device = choose_device(o.device);
     Table table{strprintf("%s: largest error against the reference in float64; WRONG: above what "
@@ -554,19 +677,20 @@ static int check_attention(const Options& o, const char* name, bool with_backwar
                 {"implementation", "dtype", "B, H, Tq, Tk, D", "causal", "O", "L"}};
     if (with_backward) { table.columns.insert(table.columns.end(), {"dQ", "dK", "dV"}); }
     table.columns.push_back("status");
+
     size_t wrong = 0;
     double worst = 0;
     for (const AttentionCase& c : check_cases) {
-        if (o.quick && (int64_t)c.B * c.Tq * c.Tk > 70000) { continue; }
+        if (o.quick && c.B * c.Tq * c.Tk > QUICK_CHECK) { continue; }
         for (DType dtype : {F32, BF16, F16}) {
             context.device = CPU;
             AttentionTensors in = random_inputs(c, dtype, o.seed);
             if (!with_backward) { in.dO = Tensor(); }
             const Reference want = reference(in, dtype);
             for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
-                // flash_forward (a)'s, which needs no GPU
                 const bool is_tiled = impl.device == CPU && impl.forward;
                 if (!(impl.device == device || is_tiled) || !impl.takes(dtype, c.D)) { continue; }
+
                 context.device = impl.device;
                 const std::vector<Tensor> got = outputs_of(impl, as_type(dtype, in));
                 table.row(impl.name, dtype,
@@ -588,12 +712,14 @@ static int check_attention(const Options& o, const char* name, bool with_backwar
     print(table);
     if (wrong > 0) {
         answer("", "%zu of %zu checks are WRONG.", wrong, table.rows.size());
-    } else {
-        answer("", "All %zu checks pass: no error is above %.2f of its bound.", table.rows.size(),
-               worst);
+        return 1;
     }
-    return wrong > 0;
+    answer("", "All %zu checks pass: no error is above %.2f of its bound.", table.rows.size(),
+           worst);
+    return 0;
 }
+
+// Checks O and L, and answers (a) to (c). Returns 1 if a row is WRONG.
 int cmd_flash_forward(const Options& o) {
     const int exit_code = check_attention(o, "flash_forward", false);
     answer("a", "`tiled` is the plain version: FlashAttention-2 in C++, without a kernel.");
@@ -606,6 +732,7 @@ int cmd_flash_forward(const Options& o) {
            "because each query sees at least key 0.");
     return exit_code;
 }
+// Checks all results, and says what backward does. Returns 1 if a row is WRONG.
 int cmd_flash_backward(const Options& o) {
     const int exit_code = check_attention(o, "flash_backward", true);
     answer(
@@ -615,58 +742,83 @@ int cmd_flash_backward(const Options& o) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// flash_benchmarking: FlashAttention against naive, batch 1, one head, causal
+// 1.3.2 flash_benchmarking: flash against naive in batch 1, one head, causal, in bf16 and fp32, at
+// each length from 128 to 65536 and each head size. It prints the times of the passes, and on how
+// many sizes flash is faster.
 
-static void answer_flash_benchmarking(const std::vector<AttentionRun>& runs) {
+// Returns a timer that takes as many runs as fill ms, at least 3, after as many as fill warmup_ms.
+// One run says how many these are: a pass takes from some microseconds to seconds.
+static PassTimer time_for_ms(double warmup_ms, double ms) {
+    return [=](const Job& prepare, const Job& f) {
+        const double once = time_queued_ms(1, 1, prepare, f)[0];
+        const int warmup = std::clamp((int)(warmup_ms / once), 1, 5000);
+        const int n = std::clamp((int)(ms / once), 3, 5000);
+        return stats_of(time_queued_ms(warmup, n, prepare, f));
+    };
+}
+
+// Prints up to which length naive waits for its launches: its time does not grow with S. The runs
+// are of one dtype.
+static void answer_launches(const AttentionRuns& runs) {
+    auto ms_of = [](const AttentionRun& r) { return r.naive.ms[BOTH_PASSES].median; };
+    const AttentionRun *first = nullptr, *last = nullptr;
+    for (const AttentionRun& r : runs) {
+        if (r.D != runs[0].D || r.naive.oom) { continue; }
+        if (!first) { first = &r; }
+        if (ms_of(r) < 1.2 * ms_of(*first)) { last = &r; }
+    }
+    if (context.device != CUDA || !last || last->S < 4 * first->S) { return; }
+    answer("a",
+           "Up to S %d naive's time is that of launching its kernels: at D %d it takes %.3f ms at "
+           "S %d and %.3f at S %d.",
+           last->S, first->D, ms_of(*first), first->S, ms_of(*last), last->S);
+}
+// Prints, for each dtype, on how many sizes flash is faster.
+static void answer_flash_benchmarking(const AttentionRuns& all) {
     for (DType dtype : {BF16, F32}) {
-        if (std::none_of(runs.begin(), runs.end(),
-                         [&](const AttentionRun& r) { return r.dtype == dtype; })) {
+        AttentionRuns runs;
+        for (const AttentionRun& r : all) {
+            if (r.dtype == dtype) { runs.push_back(r); }
+        }
+        if (runs.empty()) {
             answer("a", "No implementation of flash on this device takes %s.", name_of(dtype));
             continue;
         }
         answer("a", "Compared with naive, flash (forward and backward) in %s is %s.",
-               name_of(dtype), compared(runs, &PassTimes::both, dtype).c_str());
-        // of those whose naive takes the same time
-        const AttentionRun *first = nullptr, *last = nullptr;
-        for (const AttentionRun& r : runs) {
-            if (r.dtype != dtype || r.D != runs[0].D || r.naive.oom) { continue; }
-            if (!first) { first = &r; }
-            if (r.naive.both.median < 1.2 * first->naive.both.median) { last = &r; }
-        }
-        if (context.device == CUDA && last && last->S >= 4 * first->S) {
-            answer("a",
-                   "Up to S %d naive's time is that of launching its kernels: at D %d it takes "
-                   "%.3f ms at S %d and %.3f at S %d.",
-                   last->S, first->D, first->naive.both.median, first->S, last->naive.both.median,
-                   last->S);
-        }
+               name_of(dtype), compared(runs, BOTH_PASSES).c_str());
+        answer_launches(runs);
     }
 }
+
+// Times naive and the fastest flash at all sizes, and prints the table and the answers. Returns 0.
 int cmd_flash_benchmarking(const Options& o) {
     context.device = choose_device(o.device);
+    const int longest = o.quick ? 512 : 65536;
     std::vector<int> lengths;
-    for (int S = 128; S <= (o.quick ? 512 : 65536); S *= 2) { lengths.push_back(S); }
-    const double budget = o.quick ? 20 : 100;
-    std::vector<AttentionRun> runs;
+    for (int S = 128; S <= longest; S *= 2) { lengths.push_back(S); }
+    const double ms = o.quick ? 20 : 100;  // for each time
+    AttentionRuns runs;
     for (DType dtype : {BF16, F32}) {
-        // none: bf16 on the CPU
         const AttentionImpl* flash = fastest_flash(context.device, dtype, 64);
-        if (!flash) { continue; }
-        for (const AttentionRun& r :
-             time_all(flash, 1, true, dtype, lengths, {0, budget / 4, budget})) {
+        if (!flash) { continue; }  // the CPU has none in bf16
+        const Effort effort = {time_for_ms(ms / 4, ms), true};
+        for (const AttentionRun& r : time_all(flash, 1, true, dtype, lengths, effort)) {
             runs.push_back(r);
         }
     }
+
     Table table{
         strprintf("flash_benchmarking: batch 1, one head, causal, ms (median of %.0f ms of runs)",
-                  budget),
+                  ms),
         {"Seq", "D", "dtype", "Naive Fwd", "Naive Bwd", "Naive Tot", "Flash Fwd", "Flash Bwd",
          "Flash Tot", "x Tot"}};
     for (const AttentionRun& r : runs) {
-        table.row(r.S, r.D, r.dtype, ms(r.naive, &PassTimes::forward),
-                  ms(r.naive, &PassTimes::backward), ms(r.naive, &PassTimes::both),
-                  ms(r.other, &PassTimes::forward), ms(r.other, &PassTimes::backward),
-                  ms(r.other, &PassTimes::both), speedup(r, &PassTimes::both));
+        table.row(r.S, r.D, r.dtype,  //
+                  ms_cell(r.naive, FORWARD_PASS), ms_cell(r.naive, BACKWARD_PASS),
+                  ms_cell(r.naive, BOTH_PASSES),  //
+                  ms_cell(r.other, FORWARD_PASS), ms_cell(r.other, BACKWARD_PASS),
+                  ms_cell(r.other, BOTH_PASSES),  //
+                  speedup_cell(r, BOTH_PASSES));
     }
     print(table);
     answer_flash_benchmarking(runs);
@@ -674,23 +826,30 @@ int cmd_flash_benchmarking(const Options& o) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// flash_leaderboard: forward and backward of one long causal sequence
+// 1.3.3 flash_leaderboard: forward and backward of one long causal sequence, by every flash that
+// runs here. It prints times and TFLOP/s, and which is fastest.
 
-static double tflops_of(const AttentionCase& c, const PassTimes& t) {  // of half of S^2
-    return t.oom ? NAN : 3.5 * 2 * c.H * c.Tq * (double)c.Tk * c.D / t.both.median / 1e9;
+// Returns the TFLOP/s of both passes, NAN if these did not fit. Causal attention counts as half of
+// S^2: forward's two products take 2 S^2 D FLOPs per head, backward's five 2.5 times as many.
+static double tflops_of(const AttentionCase& c, const PassTimes& t) {
+    return t.oom ? NAN : 3.5 * 2 * c.H * c.Tq * (double)c.Tk * c.D / t.ms[BOTH_PASSES].median / 1e9;
 }
+// Prints how fast the fastest is and, at the course's sizes, what led the class.
 static void answer_flash_leaderboard(const std::string& impl, const AttentionCase& c,
                                      const PassTimes& t) {
     answer("",
            "Our fastest, %s, takes %.3f ms for forward and backward (%.3g TFLOP/s), %.3f ms for "
            "forward alone.",
-           impl.c_str(), t.both.median, tflops_of(c, t), t.forward.median);
+           impl.c_str(), t.ms[BOTH_PASSES].median, tflops_of(c, t), t.ms[FORWARD_PASS].median);
     if (c.H == 16 && c.D == 64 && c.Tq == 16384 && matmul_dtype() == BF16) {
         answer("",
                "The class leaderboard of 2025 was led with 5.364 ms at these sizes, in Triton on "
                "an H100.");
     }
 }
+
+// Times the implementations, and prints the table and the answer. Returns 0; fails if none fits
+// into memory.
 int cmd_flash_leaderboard(const Options& o) {
     const int D = o.d_model / o.num_heads;
     if (D * o.num_heads != o.d_model || !flash_head_size(D)) {
@@ -698,33 +857,39 @@ int cmd_flash_leaderboard(const Options& o) {
                     o.num_heads);
     }
     context.device = choose_device(o.device);
-    const bool only_fp32 = context.device == CPU && !o.has("precision");
-    context.precision = only_fp32 ? FP32 : precision_from(o.precision[0]);
+    context.precision = precision_from(o.precision[0]);
+    // The CPU's flash takes fp32 alone.
+    if (context.device == CPU && !o.has("precision")) { context.precision = FP32; }
     const AttentionCase c{1, o.num_heads, o.context_length, o.context_length, D, true};
+    const DType dtype = matmul_dtype();
     std::vector<const AttentionImpl*> asked;
     for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
-        const bool runs =
-            impl.device == context.device && impl.forward && impl.takes(matmul_dtype(), D);
-        if (o.impl == "all" && runs) { asked.push_back(&impl); }
+        const bool is_here = impl.device == context.device && impl.takes(dtype, D);
+        if (o.impl == "all" && is_here && impl.forward) { asked.push_back(&impl); }
     }
-    if (asked.empty()) { asked = {&impl_named(o.impl, matmul_dtype(), D)}; }
-    const Effort effort = {0, o.quick ? 100.0 : 1000, o.quick ? 500.0 : 10000};
+    if (asked.empty()) { asked = {&impl_named(o.impl, dtype, D)}; }
+
+    const double warmup_ms = o.quick ? 100 : 1000, ms = o.quick ? 500 : 10000;
+    const Effort effort = {time_for_ms(warmup_ms, ms), true};
+
     Table table{strprintf("flash_leaderboard: batch 1, %s, D %d, S %d, %s, causal; %.2g s of "
                           "warm-up, %.2g s of runs, median",
                           counted(c.H, "head").c_str(), c.D, c.Tq, name_of(context.precision),
-                          effort.warmup / 1e3, effort.ms / 1e3),
+                          warmup_ms / 1e3, ms / 1e3),
                 {"implementation", "forward ms", "backward ms", "forward+backward ms", "TFLOP/s",
                  "% of peak"}};
     std::string best;
     PassTimes best_times;
     for (const AttentionImpl* impl : asked) {
-        const PassTimes t = pass_times(*impl, c, matmul_dtype(), effort);
-        table.row(impl->name, ms(t, &PassTimes::forward), ms(t, &PassTimes::backward),
-                  ms(t, &PassTimes::both), tflops_of(c, t),
-                  percent_of_peak(tflops_of(c, t),
-                                  matmul_dtype() == F32 ? FP32 : context.precision));
-        if (!t.oom && (best.empty() || t.both.median < best_times.both.median)) {
-            best = impl->name, best_times = t;
+        const PassTimes t = pass_times(*impl, c, dtype, effort);
+        const double tflops = tflops_of(c, t);
+        table.row(impl->name, ms_cell(t, FORWARD_PASS), ms_cell(t, BACKWARD_PASS),
+                  ms_cell(t, BOTH_PASSES), tflops,
+                  percent_of_peak(tflops, dtype == F32 ? FP32 : context.precision));
+        if (t.oom) { continue; }
+        if (best.empty() || t.ms[BOTH_PASSES].median < best_times.ms[BOTH_PASSES].median) {
+            best = impl->name;
+            best_times = t;
         }
     }
     print(table);
@@ -734,8 +899,10 @@ int cmd_flash_leaderboard(const Options& o) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// attention: your q, k, v (and do) in, our o, lse (and dq, dk, dv) out
+// attention: your q, k, v (and do) in, our o, lse (and dq, dk, dv) out. Tensors are [B,H,T,D], or
+// [B,T,D] for one head.
 
+// Returns a tensor of the file on context.device, as [B,H,T,D]. Fails if it is empty.
 static Tensor from_file(const FileTensor& f, const std::string& path) {
     Shape shape = f.shape;
     if (shape.size() == 3) { shape.insert(shape.begin() + 1, 1); }
@@ -746,6 +913,9 @@ static Tensor from_file(const FileTensor& f, const std::string& path) {
     memcpy(t.data, f.data, f.bytes);
     return to_device(t, context.device);
 }
+
+// Reads --inputs, runs --impl, writes --out. Returns 0; fails if tensors are missing, are too many
+// or do not fit each other.
 int cmd_attention(const Options& o) {
     context.device = choose_device(o.device);
     SafeTensors file = load_safetensors(o.inputs);
@@ -753,7 +923,7 @@ int cmd_attention(const Options& o) {
     const FileTensor fq = require_tensor(file, "q", Shape(no_heads ? 3 : 4, -1), {"F32", "BF16"});
     const Shape shape = fq.shape;
     Shape keys = shape;
-    keys[keys.size() - 2] = -1;
+    keys[keys.size() - 2] = -1;  // any number of keys
     const FileTensor fk = require_tensor(file, "k", keys, {fq.dtype}),
                      fv = require_tensor(file, "v", fk.shape, {fq.dtype});
     require_no_others(file, {"q", "k", "v", "do"}, "q, k, v or do");
@@ -762,12 +932,14 @@ int cmd_attention(const Options& o) {
     if (file.tensors.count("do")) {
         in.dO = from_file(require_tensor(file, "do", shape, {fq.dtype}), o.inputs);
     }
+
     const AttentionImpl& impl = impl_named(o.impl, in.q.dtype, shape.back());
     const std::vector<Tensor> outputs = outputs_of(impl, in);
+
     const char* names[] = {"o", "lse", "dq", "dk", "dv"};
     const Shape shapes[] = {shape, Shape(shape.begin(), shape.end() - 1), shape, fk.shape,
                             fk.shape};
-    std::vector<Tensor> kept;
+    std::vector<Tensor> kept;  // until the file is written
     std::vector<std::pair<std::string, FileTensor>> out;
     for (size_t i = 0; i < outputs.size(); i++) {
         kept.push_back(view(to_device(contiguous(outputs[i]), CPU), 0, shapes[i]));

@@ -102,7 +102,7 @@ inline void check_says(const std::string& text, const std::vector<std::string>& 
 }
 inline Stats times(double ms, double std = 0) { return {ms, std, ms, ms, ms, 100}; }
 inline PassTimes passes(double forward, double backward, double both = NAN, double held_MiB = 0) {
-    return {times(forward), times(backward), times(both), (size_t)(held_MiB * 1048576), 0};
+    return {{times(forward), times(backward), times(both)}, (size_t)(held_MiB * 1048576), 0};
 }
 inline PassTimes oom() {
     PassTimes t;

@@ -27,7 +27,9 @@ TEST_CASE("answers: pytorch_attention") {
                                       {8192, 128, F32, passes(11.979, 23.39, NAN, 4288.5)},
                                       {16384, 128, F32, passes(48.454, 97.052, NAN, 16737)}};
     auto text = [&] {
-        return printed([&] { answer_pytorch_attention(runs, 32768, 171902500864, 149443414425); });
+        return printed([&] {
+            answer_pytorch_attention(runs, {32768, 171902500864, 149443414425});
+        });
     };
     check_says(text(),
                {"**(a)** Memory runs out in 0 of the 5 configurations.",
@@ -58,7 +60,8 @@ TEST_CASE("naive attention saves for its backward what pytorch_attention's formu
 TEST_CASE("pass_times holds what naive attention saves, and not its peak") {
     begin<OnCPU>();
     const size_t before = memory_use(CPU).now;
-    const PassTimes t = pass_times(impl_named("naive"), {8, 1, 256, 256, 32, false}, F32, {3});
+    const PassTimes t =
+        pass_times(impl_named("naive"), {8, 1, 256, 256, 32, false}, F32, {time_n_runs(3), false});
     CHECK(t.held == before + saved_by_naive(8, 256, 32));
 }
 
@@ -72,7 +75,7 @@ TEST_CASE("pytorch_attention names the smallest power of 2 that does not fit") {
     REQUIRE(sscanf(&text[at], "(doubling S, predicted), S %d and D 16, needs %lf GiB of %lf", &S,
                    &needs, &has_GiB) == 3);
     auto peak = [](int S) {
-        return peak_of_passes(impl_named("naive"), {8, 1, S, S, 16, false}, F32) / 1073741824.0;
+        return mib_of(peak_of_passes(impl_named("naive"), {8, 1, S, S, 16, false}, F32)) / 1024;
     };
     CHECK(peak(S) == doctest::Approx(needs).epsilon(0.01));
     CHECK(peak(S) > has_GiB - 0.05);
@@ -106,7 +109,8 @@ TEST_CASE("answers: torch_compile's attention") {
         {"forward is faster in all 2 configurations that fit (1.64 to 3.00 times as fast). Its "
          "backward is faster in all 2 configurations that fit (1.73 to 2.72 times as fast). ",
          "torch.compile itself did not run."});
-    runs[0].other.forward = times(0.09), runs[0].other.backward = times(0.12, 0.03),
+    runs[0].other.ms[FORWARD_PASS] = times(0.09);
+    runs[0].other.ms[BACKWARD_PASS] = times(0.12, 0.03);
     runs[1].naive = oom();
     check_says(text(),
                {"forward is faster in 0 of the 1 configuration that fit (0.83 to 0.83 times as "

@@ -817,7 +817,7 @@ TEST_CASE("answers: flash_benchmarking calls nothing faster that is slower or wi
         {"faster in 0 of the 1 configuration that fit (0.74 to 0.74 times as fast), slower in 1.",
          "in 0 of the 0 configurations that fit. In 1 memory runs out."});
     CHECK(!has(text(), "faster in 1"));
-    runs[0].other.both.std = 15;  // of 100 runs: the standard error of the mean is 1.5
+    runs[0].other.ms[BOTH_PASSES].std = 15;  // of 100 runs: the standard error of the mean is 1.5
     check_says(text(), {"faster in 0 of the 1 configuration that fit, level in 1."});
     CHECK(!has(text(), "0.74"));
 }
@@ -839,7 +839,7 @@ TEST_CASE(
     context.device = CUDA;  // nothing runs on it
     check_says(text(), {"Up to S 512 naive's time is that of launching its kernels: at D 16 it "
                         "takes 0.344 ms at S 128 and 0.354 at S 512."});
-    runs[2].naive.both = times(0.5);  // only up to S 256
+    runs[2].naive.ms[BOTH_PASSES] = times(0.5);  // only up to S 256
     CHECK(!has(text(), "launching"));
     context.device = CPU;
 }
