@@ -1,5 +1,13 @@
 // model.cu: the handout's Transformer LM and its training step, then what the handouts ask of
-// them: 1.1.3, 1.1.5 (c), 1.3 (b) and 2026's 3.2.1; last `train` and `model`.
+// them. It stands in this order:
+//
+//   the model        sizes, weights, a block, forward and loss
+//   its training     AdamW, a step
+//   the problems     benchmarking_script (1.1.3), torch_compile (b) (1.3),
+//                    benchmarking_mixed_precision (c) (1.1.5), gradient_checkpointing (2026, 3.2.1)
+//   two commands     `train` on a text, `model` on your own weights
+//
+// Read run_block and forward first, beside these formulas; the ops that they call are in layers.cu:
 //
 //   x = E[tokens]
 //   each layer:  x += Wo attention(rope(Wq n), rope(Wk n), Wv n)        n = rmsnorm(x; ln1)
@@ -18,6 +26,7 @@ const std::vector<ModelConfig> model_sizes = {
     {"2.7B", 2560, 10240, 32, 32, 10000}, {"xl (2026)", 2560, 10240, 32, 32, 10000},
     {"10B", 4608, 12288, 50, 36, 10000},  {"8B", 4096, 11008, 34, 32, 151936},
 };
+
 static void check_config(const ModelConfig& c) {
     if (c.d_model % (2 * c.num_heads) != 0) {
         usage_error(
@@ -27,6 +36,9 @@ static void check_config(const ModelConfig& c) {
     }
 }
 
+// Returns the sizes that the options name, checked: the one that --d_model, --d_ff, --num_layers
+// and --num_heads make, in which small's numbers stand for those that were not typed; or else those
+// of --size, in the order of the table.
 std::vector<ModelConfig> configs_of(const Options& o) {
     std::vector<ModelConfig> configs;
     if (!o.has("size") && (o.d_model || o.d_ff || o.num_layers || o.num_heads)) {
@@ -44,6 +56,7 @@ std::vector<ModelConfig> configs_of(const Options& o) {
             if (names.count(c.name) > 0) { configs.push_back(c); }
         }
     }
+
     for (ModelConfig& c : configs) {
         if (o.has("vocab_size")) { c.vocab_size = o.vocab_size; }
         check_config(c);
@@ -52,24 +65,27 @@ std::vector<ModelConfig> configs_of(const Options& o) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Weights: one arena for them, and one each for the moments and, after make_gradients, the
-// gradients. All are laid out in the order in which backward finishes the gradients, so those that
-// are ready are a prefix of the arena (but for q, k and v, and w1 and w3, in mode eager). Matrices
-// that one product can serve together stand side by side.
+// Weights. One buffer, an arena, holds all of them; the moments, and after make_gradients the
+// gradients, have one each, laid out alike. The order is that in which backward finishes the
+// gradients, so the gradients that are ready are always a prefix of their arena (in mode eager q, k
+// and v are finished in another order among themselves, and so are w1 and w3). Matrices that read
+// the same input stand side by side, so that one product can take them as a joined one.
 
 int64_t aligned(int64_t elements) { return (elements + 63) / 64 * 64; }
 
-// A row for each weight.
+// A row of the table of weights.
 struct WeightRow {
     std::string name;  // the staff model's, without ".weight"
     Shape shape;
     int unit;
     Tensor* place;  // in the model
-    // Where this weight begins a joined one: its place and shape.
+    // Only the first of several weights that are joined has these: the joined one.
     Tensor* joined = nullptr;
     Shape joined_shape = {};
 };
-// Returns the rows of all weights, in the order in which backward finishes their gradients.
+
+// Returns a row for each weight of the model, in the order of the arena. The rows point into the
+// model.
 static std::vector<WeightRow> weight_rows(Model& model) {
     const int64_t C = model.config.d_model, F = model.config.d_ff, V = model.config.vocab_size;
     const int L = model.config.num_layers, none = -1;
@@ -92,19 +108,24 @@ static std::vector<WeightRow> weight_rows(Model& model) {
     return rows;
 }
 
+// Returns a model that knows its parameters' names, shapes and offsets, but has no weights yet.
+// Each weight begins at a multiple of 64 elements; only within a joined one there is no gap.
 Model lay_out_model(const ModelConfig& c) {
     Model model;
     model.config = c;
     model.layers.resize(c.num_layers);
+
     int64_t end = 0, joined_end = 0;
     for (const WeightRow& row : weight_rows(model)) {
         model.parameters.push_back({row.name + ".weight", row.shape, end, Tensor(), row.unit});
         if (row.joined) { joined_end = end + count(row.joined_shape); }
         end += count(row.shape);
-        if (end >= joined_end) { end = aligned(end); }  // within a joined weight there is no gap
+        if (end >= joined_end) { end = aligned(end); }
     }
     return model;
 }
+
+// Asks `place` for the tensor of every weight and of every joined one, and enters it in the model.
 void place_weights(Model& model, const Place& place) {
     const std::vector<WeightRow> rows = weight_rows(model);
     for (size_t i = 0; i < rows.size(); i++) {
@@ -128,6 +149,7 @@ Model make_model(const ModelConfig& c, DType dtype) {
     const Parameter& last = model.parameters.back();
     const int64_t end = last.offset + count(last.shape);
     model.weights = zeros({(end + PARTS - 1) / PARTS * PARTS}, dtype, PARAMETERS);
+
     place_weights(model, [&](const Parameter& p, const Shape& shape) {
         Tensor t = require_gradient(view(model.weights, p.offset, shape));
         t.gradient->is_parameter = true;
@@ -135,10 +157,17 @@ Model make_model(const ModelConfig& c, DType dtype) {
     });
     return model;
 }
+
+// Fills a weight as the staff model does: a norm with 1, the embedding with deviation 1, and a
+// Linear with deviation sqrt(2 / (in + out)). The numbers depend on the seed and the name alone.
 void init_weight(const Tensor& weight, const std::string& name, uint64_t seed) {
-    bool norm = weight.shape.size() == 1, embedding = name == "token_embeddings.weight";
-    float std = norm ? 0 : embedding ? 1 : sqrtf(2.0f / (weight.dim(0) + weight.dim(1)));
-    fill_normal(weight, seed, key_of(name), norm ? 1 : 0, std);
+    if (weight.shape.size() == 1) {
+        fill_normal(weight, seed, key_of(name), 1, 0);
+        return;
+    }
+    const bool embedding = name == "token_embeddings.weight";
+    const float std = embedding ? 1 : sqrtf(2.0f / (weight.dim(0) + weight.dim(1)));
+    fill_normal(weight, seed, key_of(name), 0, std);
 }
 void init_weights(const Model& model, uint64_t seed) {
     for (const Parameter& p : model.parameters) { init_weight(p.weight, p.name, seed); }
@@ -149,6 +178,7 @@ Model random_model(const ModelConfig& c, uint64_t seed) {
     split_weights(model);
     return model;
 }
+
 static int64_t offset_of(const Model& model, const Tensor& slot) {  // in elements
     return (slot.data - model.weights.data) / (int64_t)size_of(slot.dtype);
 }
@@ -193,6 +223,8 @@ Tensor upper_halves(const Tensor& part) {
     return upper;
 }
 
+// Makes what a forward over T positions needs besides the weights: RoPE's table, unless it is long
+// enough already, and the weights in the form that the context asks for.
 void make_ready(Model& model, int64_t T) {
     const ModelConfig& c = model.config;
     if (!model.rope || model.rope.dim(0) < T) {
@@ -205,9 +237,9 @@ void make_ready(Model& model, int64_t T) {
     }
 }
 
-// Around the ops of a unit, for FSDP; y: what the last of them gave. The model has to stay at its
-// address. A weight belongs to one unit, and backward comes to every unit's y on every rank: their
-// collectives meet.
+// FSDP's hooks stand around the ops of a unit; y_in is what the last of them gave. The model has to
+// stay at its address. A weight belongs to one unit, and backward comes to every unit's y on every
+// rank: so their collectives meet.
 
 void begin_unit(const Model& model, int unit) {
     if (model.pre_forward) { model.pre_forward(unit); }
@@ -223,34 +255,50 @@ Tensor end_unit(const Model& model, int unit, const Tensor& y_in) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// A block: norm, attention, add, norm, feed-forward, add. The norm behind an add does both, in mode
-// fused as one kernel, so the residual stream is *x + *delta, where *delta is what the half before
-// gave (null: nothing).
+// A block
 
+// Says whether backward runs block l's feed-forward again, by itself, as context.checkpoint has it.
 static bool feed_forward_runs_again(int l) {
     const Checkpointing& k = context.checkpoint;
-    return k.form == Checkpointing::FFN ? l < k.n : k.form == Checkpointing::BLOCKS && l >= k.n;
+    if (k.form == Checkpointing::FFN) { return l < k.n; }
+    return k.form == Checkpointing::BLOCKS && l >= k.n;
 }
+// Wo attention(rope(Wq n), rope(Wk n), Wv n): [B,T,C] -> [B,T,C]
 static Tensor attention_part(const Model& model, const Layer& layer, const Tensor& n) {
     Tensor heads = self_attention(layer, n, model.rope, model.config.num_heads);
     Range output("projections");
     return linear(heads, layer.o);
 }
+// W2 (silu(W1 n) * W3 n): [B,T,C] -> [B,T,C]
 static Tensor feed_forward(const Layer& layer, const Tensor& n, bool runs_again) {
     Range ffn("ffn");
     auto gated = [&layer](const Tensor& n) { return swiglu(layer, n); };  // backward may call it
     return runs_again ? checkpoint_linear(gated, n, layer.w2) : linear(gated(n), layer.w2);
 }
+
+// Runs block l, the handout's
+//
+//   x = x + attention_part(rmsnorm(x; ln1))
+//   x = x + feed_forward(rmsnorm(x; ln2))
+//
+// with each addition put off until the norm behind it. For mode fused has one kernel for both,
+// add_rmsnorm, which reads and writes x once; mode eager adds there, too, by an op of its own. So
+// between two halves the residual stream is *x + *delta, where *delta is what the half before gave
+// (null: there is none yet). add_rmsnorm adds *delta to *x, and returns the norm of the sum. What
+// the last half gives is added by the next block's ln1, or by ln_final behind the last block.
 static void run_block(const Model& model, int l, Tensor* x, Tensor* delta) {
     Range r("layer");
     begin_unit(model, 1 + l);
     const Layer& layer = model.layers[l];
     const float eps = model.config.eps;
+    const bool runs_again = feed_forward_runs_again(l);
+
     *delta = attention_part(model, layer, add_rmsnorm(x, *delta, layer.ln1, eps));
-    *delta =
-        feed_forward(layer, add_rmsnorm(x, *delta, layer.ln2, eps), feed_forward_runs_again(l));
+    *delta = feed_forward(layer, add_rmsnorm(x, *delta, layer.ln2, eps), runs_again);
+
     *delta = end_unit(model, 1 + l, *delta);
 }
+// Runs blocks [first, end) on x; returns what the last of them gives.
 static Tensor run_blocks(const Model& model, Tensor x, int first, int end) {
     Tensor delta;
     for (int l = first; l < end; l++) { run_block(model, l, &x, &delta); }
@@ -262,7 +310,7 @@ static Tensor run_blocks(const Model& model, Tensor x, int first, int end) {
 
 static int run_checkpointed_blocks(const Model& model, Tensor* x);  // section 3.2.1, below
 
-// All but the head: what it takes.
+// Runs all but the head on tokens [B,T]; returns the head's input, [B,T,C].
 static Tensor forward_to_head(Model& model, const Tensor& tokens) {
     const ModelConfig& c = model.config;
     make_ready(model, tokens.dim(1));
@@ -272,6 +320,7 @@ static Tensor forward_to_head(Model& model, const Tensor& tokens) {
         begin_unit(model, 0);
         x = end_unit(model, 0, gather_rows(model.embedding, tokens));
     }
+
     const int checkpointed = context.recording ? run_checkpointed_blocks(model, &x) : 0;
     for (int l = checkpointed; l < c.num_layers; l++) { run_block(model, l, &x, &delta); }
     return add_rmsnorm(&x, delta, model.ln_final, c.eps);
@@ -283,6 +332,8 @@ Tensor forward(Model& model, const Tensor& tokens) {
     begin_unit(model, model.config.num_layers + 1);
     return linear(y, model.lm_head);
 }
+// Runs forward and the loss; returns the loss, []. With context.head_chunk the logits exist only
+// for so many rows at a time.
 Tensor forward_to_loss(Model& model, const Batch& batch) {
     if (context.head_chunk == 0) {
         return cross_entropy(forward(model, batch.tokens), batch.targets);
@@ -294,11 +345,11 @@ Tensor forward_to_loss(Model& model, const Batch& batch) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// AdamW's step. Op by op, as PyTorch eager takes it, it is 13 kernels for every parameter tensor;
-// else it is one, the op of layers.cu, which has the formula.
+// AdamW's step. PyTorch eager takes it op by op, in 13 kernels for every parameter tensor, and so
+// does mode eager. The other modes have one kernel, the op of layers.cu.
 
-// The gradients as backward left them: outside mode eager in the joined slots, not in those that
-// they cover.
+// Returns the gradients as backward left them: outside mode eager a joined weight's slot has the
+// gradient, and not the slots of its parts.
 static std::vector<FlatGradient> flat_gradients(const Model& model) {
     std::vector<FlatGradient> gradients;
     for (const Tensor& t : model.slots) {
@@ -306,31 +357,42 @@ static std::vector<FlatGradient> flat_gradients(const Model& model) {
     }
     return gradients;
 }
-// sqrt(sum g^2): for clipping, and to see fp16's overflows.
+// Returns sqrt(sum g^2), for clipping, and to see fp16's overflows.
 double gradient_norm(const Model& model) {
     Range range("gradient norm");
     return sqrt(square_sum(flat_gradients(model)));
 }
+
+// Takes AdamW's step op by op, on each parameter p with its gradient g and its moments m and v. The
+// weights decay first, as in PyTorch.
 static void adamw_eager(const Model& model, AdamWScalars s) {
     Range range("optimizer");
     for (const Parameter& parameter : model.parameters) {
-        Tensor p = parameter.weight, m = view(model.m, parameter.offset, p.shape),
-               v = view(model.v, parameter.offset, p.shape);
-        Tensor g = p.gradient->value;
+        Tensor p = parameter.weight, g = p.gradient->value;
+        Tensor m = view(model.m, parameter.offset, p.shape);
+        Tensor v = view(model.v, parameter.offset, p.shape);
         if (s.gradient_scale != 1) { g = scale(g, s.gradient_scale); }
+
         scale_in_place(p, s.decay);
+        // m = beta1 m + (1 - beta1) g
         scale_in_place(m, s.beta1);
         copy_or_add(m, scale(g, 1 - s.beta1), true);
+        // v = beta2 v + (1 - beta2) g^2
         scale_in_place(v, s.beta2);
         copy_or_add(v, scale(square(g), 1 - s.beta2), true);
+        // p = p - step_size m / (sqrt(v) + eps)
         copy_or_add(p, scale(div(m, add_scalar(sqrt(v), s.eps)), -s.step_size), true);
     }
 }
+// Takes AdamW's next step with gradient_scale times the gradients.
 static void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1) {
     NoGrad no_grad;
     std::vector<FlatGradient> gradients = flat_gradients(model);
     const int t = ++model.step;
-    if (context.mode == EAGER) { return adamw_eager(model, scalars_of(a, t, gradient_scale)); }
+    if (context.mode == EAGER) {
+        adamw_eager(model, scalars_of(a, t, gradient_scale));
+        return;
+    }
     // Where the weights are split, all matrices are, but for the embedding, which is the last.
     auto whole = std::partition(gradients.begin(), gradients.end(), [&](const FlatGradient& one) {
         return model.split && one.g.shape.size() == 2 &&
@@ -346,6 +408,7 @@ static void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1) {
 // -------------------------------------------------------------------------------------------------
 // A training step: forward_backward, then optimizer_step.
 
+// Returns B sequences of T random tokens, and their targets. Each depends on the seed alone.
 Batch random_batch(int B, int T, int V, uint64_t seed) {
     auto random = [&](const char* name) {
         if (context.device == META) { return empty({B, T}, I32, INPUTS); }
@@ -360,7 +423,7 @@ void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale
     backward(loss, loss_scale);
     drop_weight_copies(model.slots);  // the weights are about to change
 }
-// forward_backward that adds to the gradients that are there.
+// Runs forward and backward, and adds to the gradients that are there; else as forward_backward.
 static Tensor add_gradients(Model& model, const Batch& batch, float loss_scale,
                             const std::function<void()>& between) {
     Tensor loss = forward_to_loss(model, batch);
@@ -384,14 +447,20 @@ Tensor infer(Model& model, const Tensor& tokens) {
     drop_weight_copies(model.slots);
     return logits;
 }
+
+// Calls `step` with the factor by which it has to multiply the gradients: 1 / loss scale, times
+// what clips their norm to max_norm. Does not call it where the norm is not finite, which it would
+// spread to all weights. Returns the norm without the loss scale, or 0 if nobody asks for it.
 double guarded_step(LossScaler& scaler, double max_norm,
                     const std::function<double()>& norm_of_gradients,
                     const std::function<void(float gradient_scale)>& step) {
     bool fp16 = context.precision == PREC_FP16;
     double scale = fp16 ? 1 / scaler.scale : 1, norm = 0;
     if (fp16 || max_norm > 0) { norm = norm_of_gradients() * scale; }
+
     if (fp16) { update_scale(scaler, !std::isfinite(norm)); }
-    if (!std::isfinite(norm)) { return norm; }  // a step would spread it to all weights
+    if (!std::isfinite(norm)) { return norm; }
+
     if (max_norm > 0 && norm > max_norm) { scale *= max_norm / (norm + 1e-6); }
     step((float)scale);
     return norm;
@@ -406,6 +475,8 @@ static float loss_scale_of(const LossScaler& scaler) {
     return context.precision == PREC_FP16 ? scaler.scale : 1;
 }
 
+// Runs what a phase is: forward alone, with backward, or with the optimizer's step, too. Calls
+// `between` where one of its parts is done and another follows.
 void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler,
                const std::function<void(Phase done)>& between) {
     if (phase == FORWARD) {
@@ -419,6 +490,7 @@ void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler
         optimizer_step(model, AdamW(), scaler, 0);
     }
 }
+// Returns the bytes that a phase holds at most, found by a run on META.
 size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
     return planned_peak([&] {
         Model model = random_model(c, 0);
@@ -428,11 +500,16 @@ size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
     });
 }
 
+// Takes a step on this rank's batches, as cs336.h says.
 void train_step(Trainer& t, const std::vector<Batch>& batches,
                 const std::function<void(StepPart)>& begins) {
     t.marks.clear();
-    auto begin = [&](StepPart part) { t.marks.push_back({part, mark()}), begins(part); };
+    auto begin = [&](StepPart part) {
+        t.marks.push_back({part, mark()});
+        begins(part);
+    };
     if (t.before_step) { t.before_step(); }
+
     std::vector<Tensor> losses;
     for (const Batch& batch : batches) {
         begin(FORWARD_BLOCKS);
@@ -441,6 +518,7 @@ void train_step(Trainer& t, const std::vector<Batch>& batches,
                               [&] { begin(BACKWARD); }));
         if (t.after_backward) { t.after_backward(); }
     }
+
     begin(EXPOSED);
     if (t.before_optimizer) { t.before_optimizer(); }
     begin(OPTIMIZER_STEP);
@@ -448,7 +526,9 @@ void train_step(Trainer& t, const std::vector<Batch>& batches,
                               : optimizer_step(t.model, t.adamw, t.scaler, t.max_norm);
     begin(STEP_PARTS);
     synchronize();
-    t.steps++, t.loss = 0;
+
+    t.steps++;
+    t.loss = 0;
     if (context.device == META) { return; }
     for (const Tensor& loss : losses) { t.loss += to_doubles(loss)[0] / losses.size(); }
 }
