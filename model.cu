@@ -161,13 +161,14 @@ Model make_model(const ModelConfig& c, DType dtype) {
 // Fills a weight as the staff model does: a norm with 1, the embedding with deviation 1, and a
 // Linear with deviation sqrt(2 / (in + out)). The numbers depend on the seed and the name alone.
 void init_weight(const Tensor& weight, const std::string& name, uint64_t seed) {
+    float mean = 0, std = 1;
     if (weight.shape.size() == 1) {
-        fill_normal(weight, seed, key_of(name), 1, 0);
-        return;
+        mean = 1;
+        std = 0;
+    } else if (name != "token_embeddings.weight") {
+        std = sqrtf(2.0f / (weight.dim(0) + weight.dim(1)));
     }
-    const bool embedding = name == "token_embeddings.weight";
-    const float std = embedding ? 1 : sqrtf(2.0f / (weight.dim(0) + weight.dim(1)));
-    fill_normal(weight, seed, key_of(name), 0, std);
+    fill_normal(weight, seed, key_of(name), mean, std);
 }
 void init_weights(const Model& model, uint64_t seed) {
     for (const Parameter& p : model.parameters) { init_weight(p.weight, p.name, seed); }
@@ -534,69 +535,79 @@ void train_step(Trainer& t, const std::vector<Batch>& batches,
 }
 
 // -------------------------------------------------------------------------------------------------
-// What an experiment runs, and the time of the model's passes: for benchmarking_script (1.1.3),
-// torch_compile (b) (1.3), benchmarking_mixed_precision (c) (1.1.5). Each phase is warmed up and
-// timed by itself, with a device synchronisation after every step and another one before its last
-// part: backward, or the optimizer step.
+// What experiments share: the settings that the options name, and the times of a model's passes,
+// for benchmarking_script (1.1.3), torch_compile (b) (1.3) and benchmarking_mixed_precision (c)
+// (1.1.5). Each phase is warmed up and timed by itself. Every step waits for the device at its end,
+// and once more before its last part: backward, or the optimizer step.
 
 std::vector<Precision> precisions_of(const Options& o) {
     std::vector<Precision> precisions;
     for (const std::string& name : o.precision) { precisions.push_back(precision_from(name)); }
     return precisions;
 }
+
 constexpr int MOST_NESTED = 1000;  // 12000 overflow the stack
+// Refuses a context.checkpoint that a model of L blocks cannot have.
+static void check_checkpoint(int L) {
+    const Checkpointing& k = context.checkpoint;
+    if (k.n > L) {
+        usage_error("--checkpoint: got %s, takes at most the model's %d blocks", name_of(k).c_str(),
+                    L);
+    }
+    if (k.form == Checkpointing::NESTED && L > MOST_NESTED) {
+        usage_error(
+            "--checkpoint nested: takes at most %d blocks, got %d: each is a call within the one "
+            "before",
+            MOST_NESTED, L);
+    }
+}
+// Returns the modes of --mode, checked with each model and precision. A flash that was typed has to
+// be there for all of them; as the default it becomes fused where one of them has no flash.
 std::vector<Mode> modes_of(const Options& o, const std::vector<ModelConfig>& configs,
                            const std::vector<Precision>& precisions) {
     std::vector<Mode> modes;
     for (const std::string& name : o.mode) { modes.push_back(mode_from(name)); }
+
     for (const ModelConfig& c : configs) {
-        const Checkpointing& k = context.checkpoint;
-        if (k.n > c.num_layers) {
-            usage_error("--checkpoint: got %s, takes at most the model's %d blocks",
-                        name_of(k).c_str(), c.num_layers);
-        }
-        if (k.form == Checkpointing::NESTED && c.num_layers > MOST_NESTED) {
-            usage_error(
-                "--checkpoint nested: takes at most %d blocks, got %d: each is a call within the "
-                "one before",
-                MOST_NESTED, c.num_layers);
-        }
+        check_checkpoint(c.num_layers);
         for (Precision precision : precisions) {
             const DType dtype = matmul_dtype(precision);
             const int64_t D = c.d_model / c.num_heads;
             for (Mode& mode : modes) {
-                if (!o.has("mode") && !fastest_flash(context.device, dtype, D)) {
-                    mode = std::min(mode, FUSED);
-                }
-                if (mode == FLASH) { require_flash(context.device, dtype, D); }
+                if (mode != FLASH) { continue; }
+                if (o.has("mode")) { require_flash(context.device, dtype, D); }
+                if (!fastest_flash(context.device, dtype, D)) { mode = FUSED; }
             }
         }
     }
     return modes;
 }
+
 std::string caption_of(Mode mode) {
-    std::string checkpoint =
-        context.checkpoint ? ", checkpoint " + name_of(context.checkpoint) : "";
-    std::string head =
-        context.head_chunk ? ", head chunk " + std::to_string(context.head_chunk) : "";
-    return name_of(mode) + std::string(context.recompute ? ", recompute" : "") + checkpoint + head;
+    std::string caption = name_of(mode);
+    if (context.recompute) { caption += ", recompute"; }
+    if (context.checkpoint) { caption += ", checkpoint " + name_of(context.checkpoint); }
+    if (context.head_chunk) { caption += ", head chunk " + std::to_string(context.head_chunk); }
+    return caption;
 }
 const char* name_of(Phase phase) {
-    return phase == FORWARD ? "forward" : phase == STEP ? "step" : "forward+backward";
+    static const char* const names[] = {"forward", "forward+backward", "step"};
+    return names[phase];
 }
 std::string row_of(const ModelConfig& c, int B, int T, Phase phase) {
     return strprintf("%s, batch %d, context length %d, %s, %s %s", c.name.c_str(), B, T,
                      name_of(phase), name_of(context.precision), caption_of(context.mode).c_str());
 }
 
+// A pass is what a table times: a phase, or the last part of one, which is timed within it.
 enum Pass { FW = FORWARD, FWBW = FORWARD_BACKWARD, WHOLE_STEP = STEP, BW_ONLY, OPT_ONLY, PASSES };
 static const char* const pass_names[] = {
     "forward", "forward+backward", "forward+backward+optimizer", "backward", "optimizer step"};
 
 struct PassRun {
     size_t predicted = 0, peak = 0;  // bytes
-    Stats ms{};
-    std::vector<double> all{};  // ms of each step, the warm-up's too
+    Stats ms{};                      // of no step (n is 0) if it did not fit
+    std::vector<double> all{};       // ms of each step, the warm-up's too
     bool ran() const { return ms.n > 0; }
 };
 struct StepRun {
@@ -605,6 +616,7 @@ struct StepRun {
     Mode mode;
     PassRun pass[PASSES] = {};
 };
+// Returns r with the times of n steps, counted behind the first `warmup` of them.
 static StepRun after_warmup(StepRun r, int warmup, int n) {
     for (PassRun& p : r.pass) {
         if (!p.all.empty()) { p.ms = stats_of({&p.all[warmup], &p.all[warmup] + n}); }
@@ -612,16 +624,17 @@ static StepRun after_warmup(StepRun r, int warmup, int n) {
     return r;
 }
 
-struct Setting {
+struct Setting {  // a precision and a mode, or what a table calls them
     std::string name;
     std::vector<StepRun> runs;  // by size
 };
 
-struct Sweep {
+struct Sweep {  // what a command runs at one context length
     Options o;
     std::vector<ModelConfig> configs;
     std::vector<Precision> precisions;
     std::vector<Mode> modes;
+
     std::string caption(const std::string& what) const {
         std::set<std::string> vocabularies;
         for (const ModelConfig& c : configs) { vocabularies.insert(std::to_string(c.vocab_size)); }
@@ -631,12 +644,13 @@ struct Sweep {
                          o.warmup.back(), o.steps);
     }
 };
-// One for each context length.
+// Chooses the device, and returns a sweep for each context length.
 static std::vector<Sweep> sweeps_of(Options o) {
     context.device = choose_device(o.device);
     std::sort(o.warmup.begin(), o.warmup.end());
     Sweep s{o, configs_of(o), precisions_of(o), {}};
     s.modes = modes_of(o, s.configs, s.precisions);
+
     std::vector<Sweep> sweeps;
     for (int T : o.context_lengths) {
         s.o.context_length = T;
@@ -644,7 +658,21 @@ static std::vector<Sweep> sweeps_of(Options o) {
     }
     return sweeps;
 }
-// In context's precision and mode.
+
+// Runs a phase and waits for its end; returns the ms of its last part, or of all of it where it has
+// one part.
+static double last_part_ms(Phase phase, Model& model, const Batch& batch, LossScaler& scaler) {
+    double begin = now_ms();
+    run_phase(phase, model, batch, scaler, [&](Phase done) {
+        if (done + 1 < phase) { return; }
+        synchronize();
+        begin = now_ms();
+    });
+    synchronize();
+    return now_ms() - begin;
+}
+// Times phases of a model in context's precision and mode, each with its last part, and returns the
+// times, the peaks that were predicted, and those that were seen.
 static StepRun measure_model(const ModelConfig& c, const Options& o,
                              const std::vector<Phase>& phases) {
     StepRun r{c, context.precision, context.mode};
@@ -652,7 +680,7 @@ static StepRun measure_model(const ModelConfig& c, const Options& o,
     Model model;
     Batch batch;
     for (Phase phase : phases) {
-        PassRun &run = r.pass[phase], &last = r.pass[phase == STEP ? OPT_ONLY : BW_ONLY];
+        PassRun run{predicted_peak(c, B, T, phase)}, last = run;
         auto measure = [&] {
             if (!model.weights) {
                 model = random_model(c, o.seed);
@@ -661,29 +689,24 @@ static StepRun measure_model(const ModelConfig& c, const Options& o,
             reset_peak(context.device);
             LossScaler scaler;
             run.all = time_ms(0, o.warmup.back() + o.steps, [&] {
-                double begin = 0;  // of the last part
-                run_phase(phase, model, batch, scaler, [&](Phase done) {
-                    if (done + 1 < phase) { return; }
-                    synchronize();
-                    begin = now_ms();
-                });
-                synchronize();
-                if (phase != FORWARD) { last.all.push_back(now_ms() - begin); }
+                last.all.push_back(last_part_ms(phase, model, batch, scaler));
             });
             run.peak = memory_use(context.device).peak;
         };
-        run.predicted = predicted_peak(c, B, T, phase);
-        if (phase != FORWARD) { last.predicted = run.predicted; }
         const bool oom = run_if_fits(row_of(c, B, T, phase), run.predicted, measure,
                                      memory_use(context.device).now);
-        if (oom && phase != FORWARD) { last.all.clear(); }
+        if (oom) { last.all.clear(); }
+
+        r.pass[phase] = run;
+        if (phase != FORWARD) { r.pass[phase == STEP ? OPT_ONLY : BW_ONLY] = last; }
     }
     return after_warmup(r, o.warmup.back(), o.steps);
 }
 static std::vector<StepRun> measure_sizes(const Sweep& s, Precision precision, Mode mode,
                                           const std::vector<Phase>& phases = {
                                               FORWARD, FORWARD_BACKWARD, STEP}) {
-    context.precision = precision, context.mode = mode;
+    context.precision = precision;
+    context.mode = mode;
     std::vector<StepRun> runs;
     for (const ModelConfig& c : s.configs) { runs.push_back(measure_model(c, s.o, phases)); }
     return runs;
@@ -691,51 +714,56 @@ static std::vector<StepRun> measure_sizes(const Sweep& s, Precision precision, M
 static void require_a_run(bool ran) {
     if (!ran) { fail("nothing fits into the memory that is available"); }
 }
-static std::string mib(size_t bytes, int decimals = 1) {
-    return strprintf("%.*f", decimals, bytes / 1048576.0);
-}
+
 static std::string mean_cell(const PassRun& run, const char* format = "%.2f", double unit = 1) {
     return run.ran() ? strprintf(format, run.ms.mean * unit) : oom_cell(run.predicted);
+}
+// Adds the cells of a pass, mean and deviation, to the last row of a table.
+static void add_pass(Table& table, const PassRun& run) {
+    table.rows.back().push_back(mean_cell(run));
+    table.rows.back().push_back(deviation(run.ms, "%.2f"));
 }
 static Table times_table(const std::string& caption, std::vector<std::string> columns) {
     columns.insert(columns.end(), {"fw_mean_ms", "fw_std_ms", "bw_only_mean_ms", "bw_only_std_ms",
                                    "fwbw_mean_ms", "fwbw_std_ms"});
     return {caption, columns};
 }
-static void add_times(Table& table, std::vector<std::string> row, const StepRun& r) {
-    for (Pass pass : {FW, BW_ONLY, FWBW}) {
-        row.push_back(mean_cell(r.pass[pass])), row.push_back(deviation(r.pass[pass].ms, "%.2f"));
-    }
-    table.rows.push_back(row);
+// Adds a row to a times_table: first these cells, then the passes' times.
+template <class... C>
+static void add_times(Table& table, const StepRun& r, const C&... cells) {
+    table.row(cells...);
+    for (Pass pass : {FW, BW_ONLY, FWBW}) { add_pass(table, r.pass[pass]); }
 }
+// Returns a sentence that names the sizes in which a pass did not fit, or "" if it always did.
 static std::string out_of_memory(const std::vector<StepRun>& runs, Pass pass,
                                  const std::string& in = "") {
     std::vector<std::string> sizes;
     for (const StepRun& r : runs) {
         if (!r.pass[pass].ran()) { sizes.push_back(r.config.name); }
     }
-    return sizes.empty()
-               ? ""
-               : " Out of memory" + in + ": " + pass_names[pass] + " of " + list_of(sizes) + ".";
+    if (sizes.empty()) { return ""; }
+    return " Out of memory" + in + ": " + pass_names[pass] + " of " + list_of(sizes) + ".";
 }
 
 // -------------------------------------------------------------------------------------------------
-// benchmarking_script (1.1.3): (b) the times; (c) the first setting's runs with fewer warm-up
-// steps.
+// benchmarking_script (1.1.3): (b) the times; (c) the first setting's runs, counted after fewer
+// warm-up steps.
 
 constexpr double SMALL_DEVIATION = 0.05;  // of the mean
-// Says for each part of a step how long it takes in the largest size where it ran, and where it did
-// not fit.
+
+// Answers (b): how long each part of a step takes in the largest size where it ran, where it did
+// not fit, and how large the standard deviation is.
 static void answer_step_times(const std::vector<StepRun>& runs) {
     std::vector<std::string> times;
     std::string oom;
     for (Pass pass : {FW, BW_ONLY, OPT_ONLY}) {
-        for (size_t i = runs.size(); i-- > 0;) {
-            const Stats& ms = runs[i].pass[pass].ms;
-            if (ms.n == 0) { continue; }
-            times.push_back(strprintf("%.2f ms for %s of %s", ms.mean, pass_names[pass],
-                                      runs[i].config.name.c_str()));
-            break;
+        const StepRun* largest = nullptr;
+        for (const StepRun& r : runs) {
+            if (r.pass[pass].ran()) { largest = &r; }
+        }
+        if (largest) {
+            times.push_back(strprintf("%.2f ms for %s of %s", largest->pass[pass].ms.mean,
+                                      pass_names[pass], largest->config.name.c_str()));
         }
         oom += out_of_memory(runs, pass);
     }
@@ -757,15 +785,12 @@ static void answer_step_times(const std::vector<StepRun>& runs) {
                most <= SMALL_DEVIATION ? "small: at most" : "large: up to", 100 * most, of.c_str());
     }
 }
-static void print_times(const Setting& setting, const Sweep& s) {
+static void print_pass_times(const Setting& setting, const Sweep& s) {
     Table table = times_table(s.caption("benchmarking_script; " + setting.name),
                               {"size", "d_model", "d_ff", "num_layers", "num_heads"});
     for (const StepRun& r : setting.runs) {
         const ModelConfig& c = r.config;
-        add_times(table,
-                  {c.name, to_cell(c.d_model), to_cell(c.d_ff), to_cell(c.num_layers),
-                   to_cell(c.num_heads)},
-                  r);
+        add_times(table, r, c.name, c.d_model, c.d_ff, c.num_layers, c.num_heads);
     }
     print(table);
     if (setting.runs[0].pass[FW].ran()) { answer_step_times(setting.runs); }
@@ -784,34 +809,37 @@ static void print_seconds(const Setting& first, const Sweep& s) {
     }
     print(table);
 }
-static void print_steps(const std::vector<Setting>& settings, const Sweep& s) {
+static void print_whole_steps(const std::vector<Setting>& settings, const Sweep& s) {
     Table table{s.caption("benchmarking_script: whole steps, with AdamW"),
                 {"size", "precision", "mode", "opt_mean_ms", "opt_std_ms", "step_mean_ms",
                  "step_std_ms", "peak step MiB"}};
     for (const Setting& setting : settings) {
         for (const StepRun& r : setting.runs) {
-            const PassRun &optimizer = r.pass[OPT_ONLY], &step = r.pass[WHOLE_STEP];
-            table.row(r.config.name, r.precision, r.mode, mean_cell(optimizer),
-                      deviation(optimizer.ms, "%.2f"), mean_cell(step), deviation(step.ms, "%.2f"),
-                      step.ran() ? mib(step.peak, 0) : "");
+            const PassRun& step = r.pass[WHOLE_STEP];
+            table.row(r.config.name, r.precision, r.mode);
+            add_pass(table, r.pass[OPT_ONLY]);
+            add_pass(table, step);
+            const std::string peak = step.ran() ? strprintf("%.0f", mib_of(step.peak)) : "";
+            table.rows.back().push_back(peak);
         }
     }
     print(table);
 }
 
-// Compares the run with the most warm-up steps with what the same run gives after fewer; `steps`
-// are counted. One slow step raises a cold mean and its deviation alike, so only the warm run's
-// deviation is noise.
+// Answers (c): compares a run after the most warm-up steps with the same run after fewer, `steps`
+// of which are counted. One slow step raises a cold mean and its deviation alike, so only the warm
+// run's deviation is noise.
 static void answer_warmup(const StepRun& cold, const std::vector<int>& warmup, int steps) {
     bool first_is_slow = false;
     for (Pass pass : {FW, BW_ONLY}) {
         const PassRun& warm = cold.pass[pass];
         if (!warm.ran()) { continue; }
+        const double noise = std::max(warm.ms.std, SMALL_DEVIATION * warm.ms.mean);
+
         std::vector<std::string> verdicts;
         for (size_t i = 0; i + 1 < warmup.size(); i++) {
             const double mean = after_warmup(cold, warmup[i], steps).pass[pass].ms.mean;
-            const double difference = mean - warm.ms.mean,
-                         noise = std::max(warm.ms.std, SMALL_DEVIATION * warm.ms.mean);
+            const double difference = mean - warm.ms.mean;
             if (std::fabs(difference) <= noise) {
                 verdicts.push_back(strprintf("level with %d", warmup[i]));
                 continue;
@@ -819,10 +847,10 @@ static void answer_warmup(const StepRun& cold, const std::vector<int>& warmup, i
             std::string verdict =
                 strprintf("%.2f times as long with %d", mean / warm.ms.mean, warmup[i]);
             if (difference > 0) {  // by a step that only the cold mean counts
-                const auto slowest =
-                    std::max_element(&warm.all[warmup[i]], &warm.all[warmup.back()]);
-                const int step = (int)(slowest - &warm.all[0]) + 1;
-                first_is_slow |= step == 1;
+                const auto slowest = std::max_element(warm.all.begin() + warmup[i],
+                                                      warm.all.begin() + warmup.back());
+                const int step = (int)(slowest - warm.all.begin()) + 1;
+                if (step == 1) { first_is_slow = true; }
                 verdict += strprintf(" (step %d: %.2f ms)", step, *slowest);
             }
             verdicts.push_back(verdict);
@@ -830,6 +858,7 @@ static void answer_warmup(const StepRun& cold, const std::vector<int>& warmup, i
         answer("c", "Against %s, %s of %s is %s.", counted(warmup.back(), "warm-up step").c_str(),
                pass_names[pass], cold.config.name.c_str(), list_of(verdicts).c_str());
     }
+
     if (!first_is_slow) { return; }
     const bool captures = fast_ways.graphs_take && cold.mode == FLASH && context.device == CUDA;
     answer("c", "The first step also %s%s, which raises mean and standard deviation.",
@@ -846,7 +875,7 @@ static void print_warmups(const Setting& first, const Sweep& s) {
         {"size", "warmup"});
     for (const StepRun& r : first.runs) {
         for (int warmup : s.o.warmup) {
-            add_times(table, {r.config.name, to_cell(warmup)}, after_warmup(r, warmup, s.o.steps));
+            add_times(table, after_warmup(r, warmup, s.o.steps), r.config.name, warmup);
         }
     }
     print(table);
@@ -862,10 +891,10 @@ int cmd_benchmarking_script(const Options& asked) {
                 const std::string name = strprintf("precision %s, mode %s", name_of(precision),
                                                    caption_of(mode).c_str());
                 settings.push_back({name, measure_sizes(s, precision, mode)});
-                print_times(settings.back(), s);
+                print_pass_times(settings.back(), s);
             }
         }
-        print_steps(settings, s);
+        print_whole_steps(settings, s);
         print_seconds(settings[0], s);
         // Only the first length began in a cold process.
         if (s.o.warmup.size() > 1 && s.o.context_length == asked.context_length) {
@@ -882,57 +911,68 @@ int cmd_benchmarking_script(const Options& asked) {
 // mode fused, what a compiler, or here a person, makes of it; and benchmarking_mixed_precision
 // (1.1.5) (c).
 
-// Of the first and the last size that ran in both.
-static std::string compared(const Setting& ours, const Setting& theirs, Pass pass) {
+// Says how fast a pass is in `ours`, beside `theirs`, for the first and the last size that ran in
+// both.
+static std::string relative_speed(const Setting& ours, const Setting& theirs, Pass pass) {
     std::vector<std::string> verdicts;
     for (size_t i = 0; i < ours.runs.size(); i++) {
         const Stats &a = ours.runs[i].pass[pass].ms, &b = theirs.runs[i].pass[pass].ms;
         if (a.n == 0 || b.n == 0) { continue; }
         const char* why = level(a, b);
-        verdicts.push_back(
-            (why ? strprintf("level %s", why) : strprintf("%.2f times as fast", b.mean / a.mean)) +
-            " for " + ours.runs[i].config.name);
+        const std::string verdict =
+            why ? strprintf("level %s", why) : strprintf("%.2f times as fast", b.mean / a.mean);
+        verdicts.push_back(verdict + " for " + ours.runs[i].config.name);
     }
     if (verdicts.empty()) { return "not to be compared"; }
-    return (verdicts.size() > 1 ? verdicts[0] + " and " : "") + verdicts.back();
+    if (verdicts.size() == 1) { return verdicts[0]; }
+    return verdicts[0] + " and " + verdicts.back();
 }
-// Prints table and answers; false where nothing ran.
-static bool compare_settings(const std::string& caption, const char* part,
-                             const std::vector<Setting>& settings,
-                             const std::vector<Pass>& passes) {
+// Returns a table of the mean times: a row for each size and pass, a column for each setting, and
+// the speed-up of each but the first over the first.
+static Table settings_table(const std::string& caption, const std::vector<Setting>& settings,
+                            const std::vector<Pass>& passes) {
     const Setting& first = settings[0];
     Table table{caption, {"size", "run_type", first.name + " (ms)"}};
     for (size_t k = 1; k < settings.size(); k++) {
-        table.columns.insert(table.columns.end(),
-                             {settings[k].name + " (ms)",
-                              settings.size() > 2 ? settings[k].name + " speedup" : "speedup"});
+        const std::string& name = settings[k].name;
+        table.columns.push_back(name + " (ms)");
+        table.columns.push_back(settings.size() > 2 ? name + " speedup" : "speedup");
     }
+
     for (size_t i = 0; i < first.runs.size(); i++) {
         for (Pass pass : passes) {
             const PassRun& theirs = first.runs[i].pass[pass];
-            std::vector<std::string> row = {first.runs[i].config.name, pass_names[pass],
-                                            mean_cell(theirs)};
+            table.row(first.runs[i].config.name, pass_names[pass], mean_cell(theirs));
+            std::vector<std::string>& row = table.rows.back();
             for (size_t k = 1; k < settings.size(); k++) {
                 const PassRun& ours = settings[k].runs[i].pass[pass];
+                const bool both = ours.ran() && theirs.ran();
                 row.push_back(mean_cell(ours));
-                row.push_back(ours.ran() && theirs.ran()
-                                  ? strprintf("%.2fx", theirs.ms.mean / ours.ms.mean)
-                                  : "");
+                row.push_back(both ? strprintf("%.2fx", theirs.ms.mean / ours.ms.mean) : "");
             }
-            table.rows.push_back(row);
         }
     }
-    print(table);
+    return table;
+}
+// Prints the table, and an answer for each setting but the first, about the first and the last of
+// the passes. Returns false where nothing ran.
+static bool compare_settings(const std::string& caption, const char* part,
+                             const std::vector<Setting>& settings,
+                             const std::vector<Pass>& passes) {
+    print(settings_table(caption, settings, passes));
+    const Setting& first = settings[0];
     if (!first.runs[0].pass[FW].ran()) { return false; }
+
     for (size_t k = 1; k < settings.size(); k++) {
+        const Setting& other = settings[k];
         std::string oom;
-        for (const Setting& s : {first, settings[k]}) {
+        for (const Setting& s : {first, other}) {
             oom += out_of_memory(s.runs, passes.back(), " in " + s.name);
         }
         answer(part, "Beside %s, %s %s is %s. Its %s is %s.%s", first.name.c_str(),
-               settings[k].name.c_str(), pass_names[passes.front()],
-               compared(settings[k], first, passes.front()).c_str(), pass_names[passes.back()],
-               compared(settings[k], first, passes.back()).c_str(), oom.c_str());
+               other.name.c_str(), pass_names[passes.front()],
+               relative_speed(other, first, passes.front()).c_str(), pass_names[passes.back()],
+               relative_speed(other, first, passes.back()).c_str(), oom.c_str());
     }
     return true;
 }
@@ -940,6 +980,7 @@ static bool compare_settings(const std::string& caption, const char* part,
 int cmd_torch_compile(const Options& asked) {
     const std::vector<Sweep> sweeps = sweeps_of(asked);  // which chooses the device
     torch_compile_attention(asked);
+
     bool ran = false;
     for (const Sweep& s : sweeps) {
         for (Precision precision : s.precisions) {
@@ -971,6 +1012,7 @@ static void answer_gradients(const std::vector<Setting>& settings) {
 int cmd_benchmarking_mixed_precision(const Options& asked) {
     const std::vector<Sweep> sweeps = sweeps_of(asked);
     print_toy_models();
+
     bool ran = false;
     for (const Sweep& s : sweeps) {
         for (Mode mode : s.modes) {
@@ -988,6 +1030,7 @@ int cmd_benchmarking_mixed_precision(const Options& asked) {
         }
     }
     require_a_run(ran);
+
     if (context.device == CPU) {
         answer("c",
                "On a CPU low precision saves no arithmetic: tf32 is fp32, and 16-bit products run "
@@ -997,12 +1040,13 @@ int cmd_benchmarking_mixed_precision(const Options& asked) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Gradient checkpointing: what backward runs again instead of keeping it.
-
-// What the forms hold at most, in tensors like x, and how many of n blocks backward runs again:
-//                      held at most                                              run again
-//   k blocks each      n/k inputs, and all that the k blocks which run again keep    n
-//   nested             2 inputs, and all that one block keeps                        n (n - 1) / 2
+// Gradient checkpointing: what backward runs again instead of keeping it. A model of n blocks,
+// whose checkpoints hold k blocks each or are nested, has
+//
+//                  held at most, in tensors like x                            blocks run again
+//   k blocks each  n/k inputs, and all that k blocks keep: backward runs      n
+//                  one checkpoint again at a time
+//   nested         2 inputs, and all that one block keeps                     n (n - 1) / 2
 
 // Runs blocks [0, end), `size` of them per checkpoint; returns what the last one gives.
 static Tensor run_in_groups(const Model& model, Tensor x, int end, int size) {
@@ -1024,17 +1068,24 @@ static Tensor run_nested(const Model& model, Tensor x, int end) {
     }
     return run_blocks(model, x, end - 1, end);
 }
-// Runs the first blocks as context.checkpoint has it, and leaves in *x what the last of them gives;
-// returns how many they are.
+// Runs the blocks that context.checkpoint puts into checkpoints, the first ones, and leaves in *x
+// what the last of them gives. Returns how many they are.
 static int run_checkpointed_blocks(const Model& model, Tensor* x) {
     const Checkpointing& k = context.checkpoint;
     const int L = model.config.num_layers;
-    switch (k.form) {
-        case Checkpointing::NESTED: *x = run_nested(model, *x, L); return L;
-        case Checkpointing::GROUPS: *x = run_in_groups(model, *x, L, k.n); return L;
-        case Checkpointing::BLOCKS: *x = run_in_groups(model, *x, k.n, 1); return k.n;
-        default: return 0;
+    if (k.form == Checkpointing::NESTED) {
+        *x = run_nested(model, *x, L);
+        return L;
     }
+    if (k.form == Checkpointing::GROUPS) {
+        *x = run_in_groups(model, *x, L, k.n);
+        return L;
+    }
+    if (k.form == Checkpointing::BLOCKS) {
+        *x = run_in_groups(model, *x, k.n, 1);
+        return k.n;
+    }
+    return 0;
 }
 
 std::string name_of(const Checkpointing& k) {
@@ -1042,7 +1093,8 @@ std::string name_of(const Checkpointing& k) {
     if (k.form == Checkpointing::BLOCKS && k.n == 0) { return "ffn"; }
     return strprintf(by_form[k.form], k.n);
 }
-// Returns the one that has this name: all that a name can mean are tried.
+// Returns the checkpointing that name_of calls `name`. It tries every form, with the first number
+// of the name, and compares whole names: this refuses 0, 007, 3x and all else without a parser.
 Checkpointing checkpointing_from(const std::string& name) {
     const size_t digits = name.find_first_of("0123456789");
     const int n = digits == std::string::npos ? 1 : std::max(1, atoi(&name[digits]));
@@ -1071,6 +1123,8 @@ struct CheckpointRun {
     PassRun step;
     size_t bytes() const { return step.ran() ? step.peak : step.predicted; }
 };
+// Returns the bytes that forward and backward hold at most beside weights and gradients, found on
+// META, in context's precision, mode and checkpoint.
 static size_t peak_beside_gradients(const ModelConfig& c, int B, int T) {
     size_t held = 0;
     const size_t peak = planned_peak([&] {
@@ -1082,6 +1136,8 @@ static size_t peak_beside_gradients(const ModelConfig& c, int B, int T) {
     });
     return peak - held;
 }
+// Times whole steps with 1, 2, 4 and 8 blocks per checkpoint, as far as the model has so many, and,
+// as the last run, without checkpoints.
 static std::vector<CheckpointRun> run_checkpoints(const ModelConfig& c, const Options& o) {
     RestoreContext restore;
     std::vector<CheckpointRun> runs;
@@ -1094,52 +1150,55 @@ static std::vector<CheckpointRun> run_checkpoints(const ModelConfig& c, const Op
     }
     return runs;
 }
-// Answers (a) by predictions, since nesting runs so many blocks again.
+
+// Answers (a) by predictions, since nesting runs so many of the N blocks again.
 static void answer_strategy(const std::vector<CheckpointRun>& runs, const CheckpointRun& nested,
                             int N) {
     const CheckpointRun &block = runs.front(), &without = runs.back();
     answer("a",
-           "Beside weights and gradients linear nesting holds %s: %s MiB, against %s with a "
-           "checkpoint per block and %s without. It holds two inputs and one block's residuals, "
+           "Beside weights and gradients linear nesting holds %s: %.1f MiB, against %.1f with a "
+           "checkpoint per block and %.1f without. It holds two inputs and one block's residuals, "
            "O(1) memory, and runs N (N - 1) / 2 = %d blocks again, O(N^2) compute.",
            nested.beside < std::min(block.beside, without.beside) ? "least" : "not least",
-           mib(nested.beside).c_str(), mib(block.beside).c_str(), mib(without.beside).c_str(),
-           N * (N - 1) / 2);
+           mib_of(nested.beside), mib_of(block.beside), mib_of(without.beside), N * (N - 1) / 2);
+
     const double saved = 1 - (double)nested.step.predicted / block.step.predicted;
     answer("a",
-           "A whole step, where gradients come as inputs go, peaks at %s MiB: nesting saves %s "
-           "against %s MiB.",
-           mib(nested.step.predicted).c_str(),
+           "A whole step, where gradients come as inputs go, peaks at %.1f MiB: nesting saves %s "
+           "against %.1f MiB.",
+           mib_of(nested.step.predicted),
            saved < 0.005 ? "nothing" : strprintf("%.1f %%", 100 * saved).c_str(),
-           mib(block.step.predicted).c_str());
+           mib_of(block.step.predicted));
+
     sketch(R"(def run(blocks, x):
     if len(blocks) > 1:
         x = checkpoint(run, blocks[:-1], x)  # keeps x, runs again in backward
     return blocks[-1](x)
 )");
 }
-// (b): the least peak of a step among the sizes of checkpoints that ran. Peaks that differ by less
-// than 0.1 % are one.
+// Answers (b): which sizes of checkpoints have the least peak of a step among those that ran. Peaks
+// that differ by less than 0.1 % are one.
 static void answer_sizes(const std::vector<CheckpointRun>& runs, const std::string& model) {
     const CheckpointRun* best = nullptr;
     for (const CheckpointRun& r : runs) {
         if (r.checkpoint && r.step.ran() && (!best || r.bytes() < best->bytes())) { best = &r; }
     }
     if (!best) { return; }
+
     std::vector<std::string> least, others;
     for (const CheckpointRun& r : runs) {
         const std::string size = r.checkpoint ? counted(r.checkpoint.n, "block") : "no checkpoints";
         if (r.checkpoint && r.step.ran() && r.bytes() < 1.001 * best->bytes()) {
             least.push_back(size);
         } else {
-            others.push_back(mib(r.bytes()) + (r.step.ran() ? " with " : " (out of memory) with ") +
-                             size);
+            others.push_back(strprintf("%.1f%s with %s", mib_of(r.bytes()),
+                                       r.step.ran() ? "" : " (out of memory)", size.c_str()));
         }
     }
-    answer("b", "In %s a step's peak is least with %s per checkpoint: %s MiB. Else it is %s.",
-           model.c_str(), list_of(least).c_str(), mib(best->bytes()).c_str(),
-           list_of(others).c_str());
+    answer("b", "In %s a step's peak is least with %s per checkpoint: %.1f MiB. Else it is %s.",
+           model.c_str(), list_of(least).c_str(), mib_of(best->bytes()), list_of(others).c_str());
 }
+
 int cmd_gradient_checkpointing(const Options& asked) {
     context.checkpoint = {Checkpointing::NESTED};  // sweeps_of refuses too many blocks
     const Sweep s = sweeps_of(asked)[0];
@@ -1147,9 +1206,11 @@ int cmd_gradient_checkpointing(const Options& asked) {
     const int B = s.o.batch_size, T = s.o.context_length;
     context.precision = s.precisions[0];
     context.mode = s.modes[0];
+
     CheckpointRun nested{context.checkpoint, peak_beside_gradients(c, B, T), {}};
     nested.step.predicted = predicted_peak(c, B, T, STEP);
     const std::vector<CheckpointRun> runs = run_checkpoints(c, s.o);
+
     Table table{s.caption(strprintf(
                     "gradient_checkpointing: %s, N = %d blocks, precision %s, mode %s; beside: "
                     "held beside weights and gradients, predicted; step: with AdamW",
@@ -1157,16 +1218,19 @@ int cmd_gradient_checkpointing(const Options& asked) {
                     name_of(context.mode))),
                 {"blocks per checkpoint", "beside MiB", "predicted step MiB", "peak step MiB",
                  "step_mean_ms"}};
+    auto cell = [](size_t bytes) { return strprintf("%.1f", mib_of(bytes)); };
+    bool ran = false;
     for (const auto& [checkpoint, beside, step] : runs) {
-        table.row(name_of(checkpoint), mib(beside), mib(step.predicted),
-                  step.ran() ? mib(step.peak) : "", mean_cell(step));
+        table.row(name_of(checkpoint), cell(beside), cell(step.predicted),
+                  step.ran() ? cell(step.peak) : "", mean_cell(step));
+        ran |= step.ran();
     }
-    table.row("nested", mib(nested.beside), mib(nested.step.predicted), "", "");
+    table.row("nested", cell(nested.beside), cell(nested.step.predicted), "", "");
     print(table);
+
     answer_strategy(runs, nested, c.num_layers);
     answer_sizes(runs, c.name);
-    require_a_run(
-        std::any_of(runs.begin(), runs.end(), [](const CheckpointRun& r) { return r.step.ran(); }));
+    require_a_run(ran);
     return 0;
 }
 
@@ -1186,35 +1250,39 @@ struct Text {
     std::vector<uint8_t> bytes;
     int64_t train;  // bytes [0, train) are trained on, the last tenth is held out
 };
-// Reads a text, or of a larger one its first INT_MAX bytes: random_int draws windows.
+// Reads a text, or of a larger one its first INT_MAX bytes, since random_int draws windows. Fails
+// if the tenth that is held out has no window of T bytes and their targets.
 static Text read_text(const std::string& path, int T) {
     std::ifstream file(path, std::ios::binary | std::ios::ate);
-    const int64_t size = std::min<int64_t>(file.tellg(), INT_MAX);
-    if (size < 0) { fail("%s: cannot be read: %s", path.c_str(), strerror(errno)); }
-    if (size / 10 < T + 1) {
-        fail("%s: %" PRId64 " bytes are too few: a tenth has to be longer than a context of %d",
-             path.c_str(), size, T);
-    }
+    const int64_t size = std::min<int64_t>(file.tellg(), INT_MAX);  // -1: there is no such file
     if (file.tellg() > size) {
         note("train: takes the first %" PRId64 " bytes of %s", size, path.c_str());
     }
 
     Text text;
-    text.bytes.resize(size);
+    text.bytes.resize(std::max<int64_t>(size, 0));
     text.train = size - size / 10;
     file.seekg(0);
     if (!file.read((char*)text.bytes.data(), size)) {
         fail("%s: cannot be read: %s", path.c_str(), strerror(errno));
     }
+    if (size / 10 < T + 1) {
+        fail("%s: %" PRId64 " bytes are too few: a tenth has to be longer than a context of %d",
+             path.c_str(), size, T);
+    }
     return text;
 }
+// Returns the T bytes from each start on as tokens, and those one further on as targets.
 static Batch windows(const Text& text, const std::vector<int64_t>& starts, int T) {
-    std::vector<int> x, y;
-    for (int64_t start : starts) {
-        x.insert(x.end(), &text.bytes[start], &text.bytes[start] + T);
-        y.insert(y.end(), &text.bytes[start] + 1, &text.bytes[start] + T + 1);
-    }
-    return {from_ints(x, {(int64_t)starts.size(), T}), from_ints(y, {(int64_t)starts.size(), T})};
+    auto bytes = [&](int further) {
+        std::vector<int> x;
+        for (int64_t start : starts) {
+            const uint8_t* first = &text.bytes[start + further];
+            x.insert(x.end(), first, first + T);
+        }
+        return from_ints(x, {(int64_t)starts.size(), T});
+    };
+    return {bytes(0), bytes(1)};
 }
 static Batch training_batch(const Text& text, const Options& o, int step) {
     std::vector<int64_t> starts;
@@ -1227,18 +1295,18 @@ static Batch training_batch(const Text& text, const Options& o, int step) {
 // Returns the mean loss of the held-out windows, or of 100 that lie evenly among them.
 static double held_out_loss(Model& model, const Text& text, int T) {
     NoGrad no_grad;
-    const int64_t all = ((int64_t)text.bytes.size() - text.train - 1) / T,
-                  n = std::min<int64_t>(all, 100);
+    const int64_t all = ((int64_t)text.bytes.size() - text.train - 1) / T;
+    const int64_t n = std::min<int64_t>(all, 100);
     double sum = 0;
     for (int64_t i = 0; i < n; i++) {
-        sum +=
-            to_doubles(forward_to_loss(model, windows(text, {text.train + i * all / n * T}, T)))[0];
+        const Batch window = windows(text, {text.train + i * all / n * T}, T);
+        sum += to_doubles(forward_to_loss(model, window))[0];
     }
     drop_weight_copies(model.slots);
     return sum / n;
 }
 
-// Draws a token from softmax(logits); i: the how many-th draw.
+// Draws a token from softmax(logits). i numbers the draws.
 static int draw_token(const std::vector<double>& logits, uint64_t seed, int i) {
     const double max = *std::max_element(logits.begin(), logits.end());
     std::vector<double> weights;
@@ -1246,11 +1314,14 @@ static int draw_token(const std::vector<double>& logits, uint64_t seed, int i) {
 
     double at = random_int(1 << 30, seed, key_of("sample"), i) / (double)(1 << 30);
     at *= std::accumulate(weights.begin(), weights.end(), 0.0);
-    size_t token = 0;
-    while (token + 1 < weights.size() && (at -= weights[token]) >= 0) { token++; }
-    return (int)token;
+    const int last = (int)weights.size() - 1;
+    for (int token = 0; token < last; token++) {
+        at -= weights[token];
+        if (at < 0) { return token; }
+    }
+    return last;
 }
-// Continues the held-out text's first T bytes by n.
+// Returns n bytes that continue the held-out text's first T; those that do not print as \xNN.
 static std::string sample_text(Model& model, const Text& text, int T, int n, uint64_t seed) {
     NoGrad no_grad;
     std::vector<int> tokens(text.bytes.begin() + text.train, text.bytes.begin() + text.train + T);
@@ -1258,32 +1329,34 @@ static std::string sample_text(Model& model, const Text& text, int T, int n, uin
     for (int i = 0; i < n; i++) {
         const Tensor logits = forward(model, from_ints({tokens.end() - T, tokens.end()}, {1, T}));
         const int64_t V = logits.dim(-1);
-        const int token =
-            draw_token(to_doubles(view(contiguous(logits), (T - 1) * V, {V})), seed, i);
+        const Tensor last = view(contiguous(logits), (T - 1) * V, {V});
+        const int token = draw_token(to_doubles(last), seed, i);
         tokens.push_back(token);
+
         const bool printable = token < 127 && (token >= 32 || token == '\n');
         out += printable ? std::string(1, (char)token) : strprintf("\\x%02x", token);
     }
     return out;
 }
 
-// Fails where loss or gradients' norm is not finite; in fp16 such a norm halves the loss scale,
-// until it is below the least.
+// Trains for o.steps steps, and adds some 20 of them to `rows`. Fails where the loss or the norm of
+// the gradients is not finite; in fp16 such a norm only halves the loss scale, until that is below
+// the least.
 static void take_steps(Trainer& t, const Text& text, const Options& o, Table& rows) {
     const int rows_apart = std::max(1, o.steps / 20);
     while (t.steps < o.steps) {
-        Batch batch = training_batch(text, o, t.steps);
-        synchronize();
-        const double start = now_ms();
-        train_step(t, {batch});
-        const double ms = now_ms() - start;
-        const bool skipped = !std::isfinite(t.norm) && context.precision == PREC_FP16 &&
-                             t.scaler.scale >= LEAST_SCALE;
-        if (!std::isfinite(t.loss) || (!std::isfinite(t.norm) && !skipped)) {
+        const Batch batch = training_batch(text, o, t.steps);
+        const double ms = time_ms(0, 1, [&] { train_step(t, {batch}); })[0];
+
+        const bool finite = std::isfinite(t.norm);
+        const bool skipped =
+            !finite && context.precision == PREC_FP16 && t.scaler.scale >= LEAST_SCALE;
+        if (!std::isfinite(t.loss) || (!finite && !skipped)) {
             print(rows);
             fail("step %d: the %s is not finite; a smaller --lr may help", t.steps,
                  std::isfinite(t.loss) ? "gradients' norm" : "loss");
         }
+
         progress("step %d of %d: loss %.4f", t.steps, o.steps, t.loss);
         if (t.steps % rows_apart == 0 || t.steps == o.steps || t.steps == 1) {
             rows.row(t.steps, strprintf("%.7f", t.loss),
@@ -1293,6 +1366,7 @@ static void take_steps(Trainer& t, const Text& text, const Options& o, Table& ro
         }
     }
 }
+
 int cmd_train(const Options& o) {
     const ModelConfig c{"custom", o.d_model, o.d_ff, o.num_layers, o.num_heads, 256};
     check_config(c);
@@ -1308,6 +1382,7 @@ int cmd_train(const Options& o) {
     t.model = random_model(c, o.seed);
     const double before = held_out_loss(t.model, text, T);
     note("train: held-out loss %.4f before the first step", before);
+
     Table rows{strprintf("train %s: %zu bytes, a tenth held out; d_model %d, d_ff %d, %d layers, "
                          "%d heads; batch %d, context length: %d, seed %" PRIu64
                          ", lr %g; precision %s, mode %s",
@@ -1325,8 +1400,9 @@ int cmd_train(const Options& o) {
     Table summary{"train: loss in nats per byte",
                   {"held-out loss before", "held-out loss after", "steps", "peak MiB"}};
     summary.row(strprintf("%.4f", before), strprintf("%.4f", after), t.steps,
-                mib(memory_use(context.device).peak, 0));
+                strprintf("%.0f", mib_of(memory_use(context.device).peak)));
     print(summary);
+
     if (o.sample > 0) {
         answer("", "The held-out text's first %d bytes continued:", T);
         sketch(sample_text(t.model, text, T, o.sample, o.seed) + "\n");
@@ -1338,26 +1414,30 @@ int cmd_train(const Options& o) {
 // model: your weights and batch in, our logits, loss, gradients and (after N AdamW steps)
 // parameters out.
 
-// Element i of a file's tensor, which may lie at any address.
+// Returns element i of a file's tensor, which may lie at any address.
 template <class T>
 static T element(const FileTensor& f, int64_t i) {
     T x;
     memcpy(&x, (const char*)f.data + i * sizeof(T), sizeof(T));
     return x;
 }
-// F32 or BF16 -> F32, I64 or I32 -> I32, on the CPU
+// Returns a file's tensor on the CPU: F32 and BF16 as F32, I64 and I32 as I32. An integer that is
+// too large for I32 becomes -1, which read_batch refuses as a token.
 static Tensor tensor_from_file(const FileTensor& f) {
     Tensor t = empty_on(CPU, f.shape, f.dtype[0] == 'I' ? I32 : F32, INPUTS);
-    if (f.dtype == "F32") { memcpy(t.data, f.data, f.bytes); }
-    for (int64_t i = 0; f.dtype == "BF16" && i < t.size(); i++) {
-        t.as<float>()[i] = element<bf16>(f, i);
-    }
-    for (int64_t i = 0; t.dtype == I32 && i < t.size(); i++) {
-        const int64_t value = f.dtype == "I64" ? element<int64_t>(f, i) : element<int>(f, i);
-        t.as<int>()[i] = value == (int)value ? (int)value : -1;  // -1: refused as a token below
+    if (f.dtype == "F32") {
+        memcpy(t.data, f.data, f.bytes);
+    } else if (f.dtype == "BF16") {
+        for (int64_t i = 0; i < t.size(); i++) { t.as<float>()[i] = element<bf16>(f, i); }
+    } else {
+        for (int64_t i = 0; i < t.size(); i++) {
+            const int64_t value = f.dtype == "I64" ? element<int64_t>(f, i) : element<int>(f, i);
+            t.as<int>()[i] = value == (int)value ? (int)value : -1;
+        }
     }
     return t;
 }
+// Reads tokens and targets, [B,T] both, of a vocabulary of V.
 static Batch read_batch(const std::string& path, int V) {
     const SafeTensors file = load_safetensors(path);
     require_no_others(file, {"tokens", "targets"}, "tokens or targets");
@@ -1365,6 +1445,7 @@ static Batch read_batch(const std::string& path, int V) {
     if (count(shape) == 0) {
         fail("%s: tensor tokens: is empty, %s", path.c_str(), to_string(shape).c_str());
     }
+
     auto read = [&](const char* name) {
         Tensor t = tensor_from_file(require_tensor(file, name, shape, {"I32", "I64"}));
         for (int64_t i = 0; i < t.size(); i++) {
@@ -1376,8 +1457,10 @@ static Batch read_batch(const std::string& path, int V) {
     };
     return {read("tokens"), read("targets")};
 }
+
 using NamedTensors = std::vector<std::pair<std::string, Tensor>>;
-// What an arena of weights, gradients or moments has of each parameter.
+// Adds each parameter's part of an arena of weights, gradients or moments, with the prefix before
+// its name.
 static void add_parts(NamedTensors& list, const std::string& prefix, const Model& model,
                       const Tensor& arena) {
     for (const Parameter& p : model.parameters) {
@@ -1395,19 +1478,20 @@ static void save_tensors(const std::string& path, const NamedTensors& list) {
     }
     save_safetensors(path, described, {{"format", "pt"}});
 }
-// Every tensor that is missing, superfluous or wrong-shaped is refused by name.
+// Reads the weights of a model, whose sizes it finds in their shapes. Fails, and names the tensor,
+// where one is missing, superfluous or of a wrong shape.
 static Model read_model(const Options& o) {
     const SafeTensors file = load_safetensors(o.weights);
-    const Shape
-        embedding =
-            require_tensor(file, "token_embeddings.weight", {-1, -1}, {"F32", "BF16"}).shape,
-        w1 = require_tensor(file, "layers.0.ffn.w1.weight", {-1, -1}, {"F32", "BF16"}).shape;
+    const std::set<std::string> floats = {"F32", "BF16"};
+    const Shape embedding = require_tensor(file, "token_embeddings.weight", {-1, -1}, floats).shape;
+    const Shape w1 = require_tensor(file, "layers.0.ffn.w1.weight", {-1, -1}, floats).shape;
     // a tensor that is empty may claim any length
     for (int64_t n : {embedding[0], embedding[1], w1[0]}) {
         if (n < 1 || n > INT_MAX) {
             fail("%s: expected sizes from 1 to %d, found %" PRId64, o.weights.c_str(), INT_MAX, n);
         }
     }
+
     ModelConfig c{"custom",    (int)embedding[1], (int)w1[0],         1,
                   o.num_heads, (int)embedding[0], (float)o.rope_theta};
     while (file.tensors.count("layers." + std::to_string(c.num_layers) + ".ln1.weight")) {
@@ -1415,11 +1499,11 @@ static Model read_model(const Options& o) {
     }
     check_config(c);
     context.mode = modes_of(o, {c}, {context.precision})[0];
+
     Model model = make_model(c);
     std::set<std::string> known;
     for (const Parameter& p : model.parameters) {
-        const Tensor from =
-            tensor_from_file(require_tensor(file, p.name, p.shape, {"F32", "BF16"}));
+        const Tensor from = tensor_from_file(require_tensor(file, p.name, p.shape, floats));
         copy_or_add(detached(p.weight), to_device(from, context.device), false);
         known.insert(p.name);
     }
@@ -1427,13 +1511,13 @@ static Model read_model(const Options& o) {
     return model;
 }
 
-// Leaves the gradients, multiplied by the loss scale, and returns logits and loss. In fp16 the
+// Returns logits and loss, and leaves the gradients, multiplied by the loss scale. In fp16 the
 // scale halves until all gradients are finite.
 static NamedTensors logits_and_loss(Trainer& t, const Batch& batch) {
     for (;;) {
         zero_gradients(t.model);
-        const Tensor logits = forward(t.model, batch.tokens),
-                     loss = cross_entropy(logits, batch.targets);
+        const Tensor logits = forward(t.model, batch.tokens);
+        const Tensor loss = cross_entropy(logits, batch.targets);
         backward_from_loss(t.model, loss, loss_scale_of(t.scaler));
         if (context.precision != PREC_FP16 || std::isfinite(gradient_norm(t.model))) {
             return {{"logits", logits}, {"loss", loss}};
@@ -1450,6 +1534,7 @@ int cmd_model(const Options& o) {
     t.adamw.lr = (float)o.lr;
     Model& model = t.model;
     const Batch batch = read_batch(o.batch, model.config.vocab_size);
+
     make_gradients(model);
     NamedTensors out = logits_and_loss(t, batch);
     const double loss = to_doubles(out[1].second)[0];
@@ -1460,6 +1545,7 @@ int cmd_model(const Options& o) {
         require_scale(t.scaler);
     }
     if (o.steps > 0) { add_parts(out, "param.", model, model.weights); }
+
     save_tensors(o.out, out);
     printf("model %s: %d layers, tokens %s; loss %.6f; wrote %zu tensors to %s\n",
            o.weights.c_str(), model.config.num_layers, to_string(batch.tokens.shape).c_str(), loss,

@@ -1170,7 +1170,7 @@ TEST_CASE("benchmark: whole steps show the peak that was seen, and the optimizer
     r.pass[OPT_ONLY].ms = {7, 2, 7, 7, 7, 2};
     Sweep s;
     s.o.warmup = {0};
-    const std::string text = printed([&] { print_steps({{"", {r}}}, s); });
+    const std::string text = printed([&] { print_whole_steps({{"", {r}}}, s); });
     CHECK(column(text, "peak step MiB") == Words{"2"});
     CHECK(column(text, "opt_mean_ms") == Words{"7.00"});
     CHECK(column(text, "step_mean_ms") == Words{"20.00"});
@@ -1223,7 +1223,7 @@ TEST_CASE("gradient_checkpointing (b): peaks of the handout's size; what does no
                                           {"8", 105333.2},
                                           {"none", 251782.2}}) {
         context.checkpoint = checkpointing_from(checkpoint);
-        CHECK(std::abs(predicted_peak(xl, 4, 2048, STEP) / 1048576.0 - mib) < 0.06);
+        CHECK(std::abs(mib_of(predicted_peak(xl, 4, 2048, STEP)) - mib) < 0.06);
     }
     for (const CheckpointRun& r :
          run_checkpoints({"custom", 16384, 65536, 64, 128, 100}, small_run())) {
