@@ -27,6 +27,7 @@ const std::vector<ModelConfig> model_sizes = {
     {"10B", 4608, 12288, 50, 36, 10000},  {"8B", 4096, 11008, 34, 32, 151936},
 };
 
+// Refuses a model whose heads RoPE cannot turn.
 static void check_config(const ModelConfig& c) {
     if (c.d_model % (2 * c.num_heads) != 0) {
         usage_error(
@@ -501,7 +502,9 @@ size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
     });
 }
 
-// Takes a step on this rank's batches, as cs336.h says.
+// Takes a step: forward and backward on each of this rank's batches, then the optimizer, and calls
+// between them what the ranks that share the step do besides. Leaves when each part began, and the
+// loss, the mean over the batches.
 void train_step(Trainer& t, const std::vector<Batch>& batches,
                 const std::function<void(StepPart)>& begins) {
     t.marks.clear();
@@ -561,8 +564,8 @@ static void check_checkpoint(int L) {
             MOST_NESTED, L);
     }
 }
-// Returns the modes of --mode, checked with each model and precision. A flash that was typed has to
-// be there for all of them; as the default it becomes fused where one of them has no flash.
+// Returns the modes of --mode, checked with each model and precision. If one of these has no flash,
+// a flash that was typed is a usage_error, and the default flash becomes fused.
 std::vector<Mode> modes_of(const Options& o, const std::vector<ModelConfig>& configs,
                            const std::vector<Precision>& precisions) {
     std::vector<Mode> modes;
@@ -680,7 +683,8 @@ static StepRun measure_model(const ModelConfig& c, const Options& o,
     Model model;
     Batch batch;
     for (Phase phase : phases) {
-        PassRun run{predicted_peak(c, B, T, phase)}, last = run;
+        PassRun run{predicted_peak(c, B, T, phase)};
+        PassRun last = run;  // of the phase's last part, which needs the whole phase's memory
         auto measure = [&] {
             if (!model.weights) {
                 model = random_model(c, o.seed);
@@ -702,6 +706,7 @@ static StepRun measure_model(const ModelConfig& c, const Options& o,
     }
     return after_warmup(r, o.warmup.back(), o.steps);
 }
+// Returns measure_model's runs of each size of a sweep.
 static std::vector<StepRun> measure_sizes(const Sweep& s, Precision precision, Mode mode,
                                           const std::vector<Phase>& phases = {
                                               FORWARD, FORWARD_BACKWARD, STEP}) {
@@ -785,6 +790,7 @@ static void answer_step_times(const std::vector<StepRun>& runs) {
                most <= SMALL_DEVIATION ? "small: at most" : "large: up to", 100 * most, of.c_str());
     }
 }
+// Prints a setting's mean times and deviations, with the handout's sizes, and answers (b).
 static void print_pass_times(const Setting& setting, const Sweep& s) {
     Table table = times_table(s.caption("benchmarking_script; " + setting.name),
                               {"size", "d_model", "d_ff", "num_layers", "num_heads"});
@@ -795,6 +801,7 @@ static void print_pass_times(const Setting& setting, const Sweep& s) {
     print(table);
     if (setting.runs[0].pass[FW].ran()) { answer_step_times(setting.runs); }
 }
+// Prints forward, and forward with backward, in seconds: the form of one of the write-ups' tables.
 static void print_seconds(const Setting& first, const Sweep& s) {
     Table table{s.caption("benchmarking_script, in seconds; " + first.name),
                 {"", "model", "mean", "std"}};
@@ -809,6 +816,7 @@ static void print_seconds(const Setting& first, const Sweep& s) {
     }
     print(table);
 }
+// Prints the optimizer's and the whole step's times of all settings, with the peak that was seen.
 static void print_whole_steps(const std::vector<Setting>& settings, const Sweep& s) {
     Table table{s.caption("benchmarking_script: whole steps, with AdamW"),
                 {"size", "precision", "mode", "opt_mean_ms", "opt_std_ms", "step_mean_ms",
@@ -867,6 +875,7 @@ static void answer_warmup(const StepRun& cold, const std::vector<int>& warmup, i
                : "touches its memory for the first time",
            captures ? "; the second captures the CUDA graphs" : "");
 }
+// Prints the first setting's times as they are counted after fewer warm-up steps, and answers (c).
 static void print_warmups(const Setting& first, const Sweep& s) {
     Table table = times_table(
         "benchmarking_script (c); " + first.name + "; the same runs, counted after fewer steps; " +
@@ -882,6 +891,7 @@ static void print_warmups(const Setting& first, const Sweep& s) {
     answer_warmup(first.runs[0], s.o.warmup, s.o.steps);
 }
 
+// Prints the tables of times, one for each context length, precision and mode, and the answers.
 int cmd_benchmarking_script(const Options& asked) {
     bool ran = false;
     for (const Sweep& s : sweeps_of(asked)) {
@@ -977,6 +987,8 @@ static bool compare_settings(const std::string& caption, const char* part,
     return true;
 }
 
+// Prints (a), which is attention's and stands in attention.cu, then (b) for each context length and
+// precision.
 int cmd_torch_compile(const Options& asked) {
     const std::vector<Sweep> sweeps = sweeps_of(asked);  // which chooses the device
     torch_compile_attention(asked);
@@ -1009,6 +1021,7 @@ static void answer_gradients(const std::vector<Setting>& settings) {
                name_of(r.mode), name_of(r.precision));
     }
 }
+// Prints (a) and (b), which stand in precision.cu, then (c): each mode's times in all precisions.
 int cmd_benchmarking_mixed_precision(const Options& asked) {
     const std::vector<Sweep> sweeps = sweeps_of(asked);
     print_toy_models();
@@ -1199,6 +1212,8 @@ static void answer_sizes(const std::vector<CheckpointRun>& runs, const std::stri
            model.c_str(), list_of(least).c_str(), mib_of(best->bytes()), list_of(others).c_str());
 }
 
+// Runs one size: nesting on META alone, groups of blocks as real steps. Prints their table and the
+// answers.
 int cmd_gradient_checkpointing(const Options& asked) {
     context.checkpoint = {Checkpointing::NESTED};  // sweeps_of refuses too many blocks
     const Sweep s = sweeps_of(asked)[0];
@@ -1284,6 +1299,8 @@ static Batch windows(const Text& text, const std::vector<int64_t>& starts, int T
     };
     return {bytes(0), bytes(1)};
 }
+// Returns the batch of a step: windows of the training text at random, which depend on the seed and
+// the step alone.
 static Batch training_batch(const Text& text, const Options& o, int step) {
     std::vector<int64_t> starts;
     for (int b = 0; b < o.batch_size; b++) {
@@ -1367,6 +1384,7 @@ static void take_steps(Trainer& t, const Text& text, const Options& o, Table& ro
     }
 }
 
+// Trains on o.data, and prints a table of steps, the held-out loss before and after, and a sample.
 int cmd_train(const Options& o) {
     const ModelConfig c{"custom", o.d_model, o.d_ff, o.num_layers, o.num_heads, 256};
     check_config(c);
@@ -1526,6 +1544,9 @@ static NamedTensors logits_and_loss(Trainer& t, const Batch& batch) {
         require_scale(t.scaler);
     }
 }
+// Runs your batch through your weights, and writes to o.out what a solution can be compared with:
+// logits, loss, each parameter's gradient as grad.NAME and, after o.steps steps, each parameter as
+// param.NAME.
 int cmd_model(const Options& o) {
     context.device = choose_device(o.device);
     context.precision = precisions_of(o)[0];

@@ -20,7 +20,8 @@ static Setup make_setup(const ModelConfig& c, int B, int T, DType dtype = weight
         x[i] = random_int(c.vocab_size, 7, 1, i);
         y[i] = random_int(c.vocab_size, 7, 2, i);
     }
-    s.tokens = from_ints(x, {B, T}), s.targets = from_ints(y, {B, T});
+    s.tokens = from_ints(x, {B, T});
+    s.targets = from_ints(y, {B, T});
     return s;
 }
 static double loss_of(Setup& s) {
@@ -38,7 +39,8 @@ static StepResult run_once(Setup& s, float loss_scale = 1) {
     backward(r.loss, loss_scale);
     drop_weight_copies(s.model.slots);
     r.gradients = to_device(s.model.gradients, CPU);
-    r.logits = to_device(detached(r.logits), CPU), r.loss = to_device(detached(r.loss), CPU);
+    r.logits = to_device(detached(r.logits), CPU);
+    r.loss = to_device(detached(r.loss), CPU);
     return r;
 }
 
@@ -101,14 +103,18 @@ static void check_close(const Tensor& got, const Tensor& want, double relative,
 static void check_against_float64(const ModelConfig& c, int B, int T, Device device,
                                   const std::vector<Mode>& modes,
                                   const std::vector<Tolerance>& precisions) {
-    context.device = CPU, context.mode = EAGER, context.precision = FP32;
+    context.device = CPU;
+    context.mode = EAGER;
+    context.precision = FP32;
     Setup truth = make_setup(c, B, T, F64);
     StepResult want = run_once(truth);
     context.device = device;
     Setup s = make_setup(c, B, T);
     for (Mode mode : modes) {
         for (const Tolerance& t : precisions) {
-            context.device = device, context.mode = mode, context.precision = t.precision;
+            context.device = device;
+            context.mode = mode;
+            context.precision = t.precision;
             std::string what =
                 strprintf("%s %s B %d T %d", name_of(mode), name_of(t.precision), B, T);
             CAPTURE(what);
@@ -117,9 +123,8 @@ static void check_against_float64(const ModelConfig& c, int B, int T, Device dev
             context.device = CPU;
             check_close(got.logits, want.logits, t.relative);
             check_close(got.loss, want.loss, t.relative);
-            double tenth =
-                // what cancels to 0, as q's gradient at T = 1, cancels only so far
-                largest(want.gradients) / 10;
+            // What cancels to 0, as q's gradient at T = 1, cancels only so far.
+            const double tenth = largest(want.gradients) / 10;
             for (const Parameter& p : s.model.parameters) {
                 CAPTURE(p.name);
                 Tensor g = scale(view(got.gradients, p.offset, p.shape), 1 / loss_scale);
@@ -173,7 +178,8 @@ Setup fixture_setup() {
         tokens[i] = (int)wide;
         memcpy(&targets[i], (const char*)batch.tensors.at("targets").data + 4 * i, 4);
     }
-    s.tokens = from_ints(tokens, {3, 7}), s.targets = from_ints(targets, {3, 7});
+    s.tokens = from_ints(tokens, {3, 7});
+    s.targets = from_ints(targets, {3, 7});
     return s;
 }
 TEST_CASE_TEMPLATE("model: PyTorch's fixtures", D, OnCPU, OnCUDA) {
@@ -212,8 +218,8 @@ struct Differences {
         std::vector<double> got = to_doubles(got_in), want = to_doubles(want_in), from(got.size());
         if (from_in) { from = to_doubles(from_in); }
         for (size_t i = 0; i < got.size(); i++) {
-            error += (got[i] - want[i]) * (got[i] - want[i]),
-                size += (want[i] - from[i]) * (want[i] - from[i]);
+            error += (got[i] - want[i]) * (got[i] - want[i]);
+            size += (want[i] - from[i]) * (want[i] - from[i]);
         }
     }
     double relative() const { return std::sqrt(error / size); }
@@ -248,9 +254,11 @@ const std::vector<PureSetting> pure_settings = {
 };
 // False: this device has no such attention.
 bool begin_pure(const PureSetting& s) {
-    context.precision = PREC_PURE_BF16, context.mode = s.mode;
+    context.precision = PREC_PURE_BF16;
+    context.mode = s.mode;
     context.checkpoint = checkpointing_from(s.checkpoint);
-    context.head_chunk = s.head_chunk, context.recompute = s.recompute;
+    context.head_chunk = s.head_chunk;
+    context.recompute = s.recompute;
     return s.mode != FLASH || fastest_flash(context.device, BF16, 8);
 }
 TEST_CASE_TEMPLATE("model: pure bf16 against PyTorch's", D, OnCPU, OnCUDA) {
@@ -293,7 +301,8 @@ TEST_CASE_TEMPLATE("model: AdamW by its formula, eager and fused", D, OnCPU, OnC
         make_optimizer_state(s.model);
         std::vector<double> p = to_doubles(s.model.weights), m(p.size()), v(p.size());
         AdamW a;
-        a.lr = 0.1f, a.weight_decay = 0.1f;
+        a.lr = 0.1f;
+        a.weight_decay = 0.1f;
         for (int t = 1; t <= 3; t++) {
             StepResult r = run_once(s);
             std::vector<double> g = to_doubles(r.gradients);
@@ -392,7 +401,8 @@ static void in_settings(Mode first, const std::function<void()>& f) {
             if (mode == FLASH && !fastest_flash(context.device, matmul_dtype(precision), 16)) {
                 continue;
             }
-            context.mode = Mode(mode), context.precision = precision;
+            context.mode = Mode(mode);
+            context.precision = precision;
             CAPTURE(setting_now());
             f();
         }
@@ -436,9 +446,8 @@ TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, On
         CHECK(kept["ffn"].held < kept["none"].held);
         CHECK(5 * (kept["none"].held - kept["ffn:2"].held) ==
               2 * (kept["none"].held - kept["ffn"].held));
-        const int again =
-            // w1's and w3's; not w2's, whose result backward does not read
-            context.mode == EAGER ? 2 : 1;
+        // w1's and w3's; not w2's, whose result backward does not read
+        const int again = context.mode == EAGER ? 2 : 1;
         CHECK(kept["ffn"].products - kept["none"].products == 5 * again);
         CHECK(kept["ffn:2"].products - kept["none"].products == 2 * again);
         CHECK(kept["1"].held < kept["ffn"].held);
@@ -484,7 +493,8 @@ TEST_CASE_TEMPLATE("model: head and loss in chunks give what whole logits give",
     for (auto [precision, tolerance] : {std::pair<Precision, double>{FP32, 2 * 66 * 0x1p-24},
                                         {PREC_BF16, 2e-2},
                                         {PREC_PURE_BF16, 2e-2}}) {
-        context.mode = FUSED, context.precision = precision;
+        context.mode = FUSED;
+        context.precision = precision;
         auto run = [&](int chunk, Tensor* loss, Tensor* seen) {
             context.head_chunk = chunk;
             Setup s = make_setup(odd, 3, 22);
@@ -529,9 +539,11 @@ TEST_CASE_TEMPLATE("model: the gradients of a step's parts add up to those of it
             parts.push_back({part(batch.tokens, k), part(batch.targets, k)});
         }
         Trainer whole, cut;
-        whole.model = random_model(odd, 3), cut.model = random_model(odd, 3);
+        whole.model = random_model(odd, 3);
+        cut.model = random_model(odd, 3);
         make_gradients(cut.model);
-        train_step(whole, {batch}), train_step(cut, parts);
+        train_step(whole, {batch});
+        train_step(cut, parts);
         CHECK(cut.loss == doctest::Approx(whole.loss).epsilon(1e-5));
         for (const Parameter& p : cut.model.parameters) {
             CAPTURE(p.name);
@@ -543,7 +555,8 @@ TEST_CASE_TEMPLATE("model: the gradients of a step's parts add up to those of it
 TEST_CASE("model: with a head chunk the logits never exist as a whole") {
     begin_on(CPU);
     Planning planning;
-    context.planned_for = CUDA, context.precision = PREC_PURE_BF16;
+    context.planned_for = CUDA;
+    context.precision = PREC_PURE_BF16;
     const ModelConfig c = {"", 16, 16, 1, 2, 4000};
     const int B = 16, T = 64;
     size_t whole = predicted_peak(c, B, T, FORWARD_BACKWARD);
@@ -575,7 +588,8 @@ TEST_CASE_TEMPLATE(
             if (mode == FLASH && !fastest_flash(D::device, matmul_dtype(precision), 16)) {
                 continue;
             }
-            context.mode = mode, context.precision = precision;
+            context.mode = mode;
+            context.precision = precision;
             CHECK(std::isfinite(to_doubles(run_once(s).loss)[0] + gradient_norm(s.model)));
             for (const Parameter& p : s.model.parameters) {
                 for (float value : {NAN, INFINITY}) {
@@ -603,7 +617,8 @@ TEST_CASE_TEMPLATE("model: two runs from one seed are bit-equal", D, OnCPU, OnCU
     if (!begin<D>()) { return; }
     for (Mode mode : {EAGER, FUSED}) {
         for (Precision precision : {FP32, PREC_BF16}) {
-            context.mode = mode, context.precision = precision;
+            context.mode = mode;
+            context.precision = precision;
             std::vector<float> weights[2];
             for (auto& w : weights) {
                 Setup s = make_setup(odd, 3, 17);
@@ -650,7 +665,9 @@ TEST_CASE_TEMPLATE("model: META predicts the peak", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     for (auto [mode, head_chunk] : {std::pair<Mode, int>{EAGER, 0}, {FUSED, 0}, {FUSED, 9}}) {
         for (Precision precision : {FP32, TF32, PREC_BF16, PREC_PURE_BF16}) {
-            context.mode = mode, context.precision = precision, context.head_chunk = head_chunk;
+            context.mode = mode;
+            context.precision = precision;
+            context.head_chunk = head_chunk;
             // cuBLAS's workspace
             gemm(zeros({1, 1}, F32), zeros({1, 1}, F32), false, zeros({1, 1}, F32), false);
             auto run = [] {
@@ -743,7 +760,9 @@ TEST_CASE_TEMPLATE("train: learns", D, OnCPU, OnCUDA) {
 }
 static Options training_options() {
     Options o;
-    o.batch_size = 2, o.context_length = 8, o.steps = 3;
+    o.batch_size = 2;
+    o.context_length = 8;
+    o.steps = 3;
     return o;
 }
 static Text text_of(const std::string& bytes) {
@@ -823,7 +842,9 @@ TEST_CASE("train: rows have tokens per second, and gradients are clipped to 1") 
         Trainer t;
         t.max_norm = max_norm;
         Options o = training_options();
-        o.batch_size = 4, o.context_length = 32, o.steps = 5;
+        o.batch_size = 4;
+        o.context_length = 32;
+        o.steps = 5;
         t.model = random_model({"custom", 64, 128, 2, 4, 256}, 0);
         context.mode = FLASH;
         Table rows{"", {}};
@@ -979,10 +1000,9 @@ TEST_CASE_TEMPLATE(
                     check_close(floats_of(half, name), want, 1e-2, all / 10);
                     continue;
                 }
-                Differences
-                    // bf16's is 0.21 for this fixture at most (see check_pure_bf16), and fp16 has 3
-                    // bits more
-                    d;
+                // bf16's is 0.21 for this fixture at most (see check_pure_bf16), and fp16 has 3
+                // bits more.
+                Differences d;
                 d.add(floats_of(half, name), want);
                 CHECK(d.relative() < 0.21 / 8);
             }
@@ -1147,7 +1167,11 @@ TEST_CASE("benchmark: a single step has no deviation") {
 }
 static Options small_run() {
     Options o;
-    o.seed = 1, o.batch_size = 2, o.context_length = 200, o.steps = 1, o.warmup = {0};
+    o.seed = 1;
+    o.batch_size = 2;
+    o.context_length = 200;
+    o.steps = 1;
+    o.warmup = {0};
     return o;
 }
 TEST_CASE("benchmark: each context length has its tables") {
@@ -1166,7 +1190,8 @@ TEST_CASE("benchmark: whole steps show the peak that was seen, and the optimizer
     begin_on(CPU);
     StepRun r{tiny, FP32, EAGER};
     r.pass[WHOLE_STEP].ms = {20, 1, 20, 20, 20, 2};
-    r.pass[WHOLE_STEP].predicted = 1 << 20, r.pass[WHOLE_STEP].peak = 2 << 20;
+    r.pass[WHOLE_STEP].predicted = 1 << 20;
+    r.pass[WHOLE_STEP].peak = 2 << 20;
     r.pass[OPT_ONLY].ms = {7, 2, 7, 7, 7, 2};
     Sweep s;
     s.o.warmup = {0};
@@ -1305,7 +1330,8 @@ TEST_CASE("answers step: benchmarking_script (c)") {
     auto run = [](Mode mode, const std::vector<double>& forward,
                   const std::vector<double>& backward = {}) {
         StepRun r = step_run("small", FP32, mode, {}, {}, {});
-        r.pass[FW].all = forward, r.pass[BW_ONLY].all = backward;
+        r.pass[FW].all = forward;
+        r.pass[BW_ONLY].all = backward;
         return after_warmup(r, 2, 3);
     };
     const std::vector<double> level = {60, 60, 60, 60, 61};
@@ -1377,7 +1403,8 @@ TEST_CASE("answers step: gradient_checkpointing") {
     for (const auto& [name, mib] :
          {std::pair<const char*, int>{"1", 62651}, {"2", 68753}, {"4", 80957}, {"none", 251782}}) {
         runs.push_back({checkpointing_from(name), (mib + 7000ull) << 20, took(6199.34, 1)});
-        runs.back().step.predicted = (mib - 32ull) << 20, runs.back().step.peak = (size_t)mib << 20;
+        runs.back().step.predicted = (mib - 32ull) << 20;
+        runs.back().step.peak = (size_t)mib << 20;
     }
     runs.back().step.ms = {};
     auto said = [&] { return printed([&] { answer_sizes(runs, "xl (2026)"); }); };
