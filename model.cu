@@ -1053,13 +1053,12 @@ int cmd_benchmarking_mixed_precision(const Options& asked) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Gradient checkpointing: what backward runs again instead of keeping it. A model of n blocks,
-// whose checkpoints hold k blocks each or are nested, has
+// Gradient checkpointing: what backward runs again instead of keeping it. In a model of n blocks it
+// costs, where an input is a tensor like x, [B,T,C]:
 //
-//                  held at most, in tensors like x                            blocks run again
-//   k blocks each  n/k inputs, and all that k blocks keep: backward runs      n
-//                  one checkpoint again at a time
-//   nested         2 inputs, and all that one block keeps                     n (n - 1) / 2
+//   checkpoints of   hold at most                                                run again
+//   k blocks each    n/k inputs, and all that one group of k blocks keeps        n blocks
+//   nested blocks    2 inputs, and all that one block keeps                      n (n - 1) / 2
 
 // Runs blocks [0, end), `size` of them per checkpoint; returns what the last one gives.
 static Tensor run_in_groups(const Model& model, Tensor x, int end, int size) {
