@@ -450,6 +450,9 @@ Tensor infer(Model& model, const Tensor& tokens) {
     return logits;
 }
 
+static float loss_scale_of(const LossScaler& scaler) {
+    return context.precision == PREC_FP16 ? scaler.scale : 1;
+}
 // Calls `step` with the factor by which it has to multiply the gradients: 1 / loss scale, times
 // what clips their norm to max_norm. Does not call it where the norm is not finite, which it would
 // spread to all weights. Returns the norm without the loss scale, or 0 if nobody asks for it.
@@ -457,7 +460,7 @@ double guarded_step(LossScaler& scaler, double max_norm,
                     const std::function<double()>& norm_of_gradients,
                     const std::function<void(float gradient_scale)>& step) {
     bool fp16 = context.precision == PREC_FP16;
-    double scale = fp16 ? 1 / scaler.scale : 1, norm = 0;
+    double scale = 1 / loss_scale_of(scaler), norm = 0;
     if (fp16 || max_norm > 0) { norm = norm_of_gradients() * scale; }
 
     if (fp16) { update_scale(scaler, !std::isfinite(norm)); }
@@ -472,9 +475,6 @@ double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, doub
     return guarded_step(
         scaler, max_norm, [&] { return gradient_norm(model); },
         [&](float gradient_scale) { adamw_step(model, adamw, gradient_scale); });
-}
-static float loss_scale_of(const LossScaler& scaler) {
-    return context.precision == PREC_FP16 ? scaler.scale : 1;
 }
 
 // Runs what a phase is: forward alone, with backward, or with the optimizer's step, too. Calls
@@ -733,10 +733,8 @@ static Table times_table(const std::string& caption, std::vector<std::string> co
                                    "fwbw_mean_ms", "fwbw_std_ms"});
     return {caption, columns};
 }
-// Adds a row to a times_table: first these cells, then the passes' times.
-template <class... C>
-static void add_times(Table& table, const StepRun& r, const C&... cells) {
-    table.row(cells...);
+// Adds the cells of a times_table to its last row.
+static void add_times(Table& table, const StepRun& r) {
     for (Pass pass : {FW, BW_ONLY, FWBW}) { add_pass(table, r.pass[pass]); }
 }
 // Returns a sentence that names the sizes in which a pass did not fit, or "" if it always did.
@@ -796,7 +794,8 @@ static void print_pass_times(const Setting& setting, const Sweep& s) {
                               {"size", "d_model", "d_ff", "num_layers", "num_heads"});
     for (const StepRun& r : setting.runs) {
         const ModelConfig& c = r.config;
-        add_times(table, r, c.name, c.d_model, c.d_ff, c.num_layers, c.num_heads);
+        table.row(c.name, c.d_model, c.d_ff, c.num_layers, c.num_heads);
+        add_times(table, r);
     }
     print(table);
     if (setting.runs[0].pass[FW].ran()) { answer_step_times(setting.runs); }
@@ -884,7 +883,8 @@ static void print_warmups(const Setting& first, const Sweep& s) {
         {"size", "warmup"});
     for (const StepRun& r : first.runs) {
         for (int warmup : s.o.warmup) {
-            add_times(table, after_warmup(r, warmup, s.o.steps), r.config.name, warmup);
+            table.row(r.config.name, warmup);
+            add_times(table, after_warmup(r, warmup, s.o.steps));
         }
     }
     print(table);
@@ -1260,6 +1260,7 @@ static void require_scale(const LossScaler& scaler) {
     }
 }
 
+constexpr int BYTES = 256;  // the vocabulary
 struct Text {
     std::vector<uint8_t> bytes;
     int64_t train;  // bytes [0, train) are trained on, the last tenth is held out
@@ -1340,13 +1341,13 @@ static int draw_token(const std::vector<double>& logits, uint64_t seed, int i) {
 // Returns n bytes that continue the held-out text's first T; those that do not print as \xNN.
 static std::string sample_text(Model& model, const Text& text, int T, int n, uint64_t seed) {
     NoGrad no_grad;
-    std::vector<int> tokens(text.bytes.begin() + text.train, text.bytes.begin() + text.train + T);
+    const auto start = text.bytes.begin() + text.train;
+    std::vector<int> tokens(start, start + T);
     std::string out;
     for (int i = 0; i < n; i++) {
         const Tensor logits = forward(model, from_ints({tokens.end() - T, tokens.end()}, {1, T}));
-        const int64_t V = logits.dim(-1);
-        const Tensor last = view(contiguous(logits), (T - 1) * V, {V});
-        const int token = draw_token(to_doubles(last), seed, i);
+        const std::vector<double> all = to_doubles(logits);
+        const int token = draw_token({all.end() - BYTES, all.end()}, seed, i);
         tokens.push_back(token);
 
         const bool printable = token < 127 && (token >= 32 || token == '\n');
@@ -1385,7 +1386,7 @@ static void take_steps(Trainer& t, const Text& text, const Options& o, Table& ro
 
 // Trains on o.data, and prints a table of steps, the held-out loss before and after, and a sample.
 int cmd_train(const Options& o) {
-    const ModelConfig c{"custom", o.d_model, o.d_ff, o.num_layers, o.num_heads, 256};
+    const ModelConfig c{"custom", o.d_model, o.d_ff, o.num_layers, o.num_heads, BYTES};
     check_config(c);
     const int T = o.context_length;
     const Text text = read_text(o.data, T);
