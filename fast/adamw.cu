@@ -1,5 +1,6 @@
-// fast/adamw.cu: AdamW for many tensors in one launch, and weights that bf16 products need not
-// cast.
+// fast/adamw.cu: weights that bf16 products need not cast, and AdamW for many tensors in one
+// launch. First come split weights and their conversion, then the kernel, its launch, and the CPU's
+// loop.
 //
 // Split weights. bf16 is the upper half of fp32, so the weights that AdamW updates in fp32 and
 // those that bf16 products take need 4 bytes together, not 6, and no cast: a part's place in the
@@ -8,11 +9,14 @@
 #include "cs336.h"
 #include "lib/gpu.h"
 
+constexpr int THREADS = 256;  // of a block
+
 struct Halves {
     uint16_t upper, lower;
 };
-// upper is rounded to nearest, ties away from zero (a cast's go to even, which could not be
-// undone); lower is as it was, and its first bit says whether upper was rounded up. NaN stays NaN.
+// Splits x. upper is rounded to nearest, ties away from zero (a cast's go to even, which could not
+// be undone); lower is as it was, and its first bit says whether upper was rounded up. NaN stays
+// NaN.
 HD inline Halves halves_of(float x) {
     uint32_t bits = 0x7fc00000;
     if (x == x) { memcpy(&bits, &x, 4); }
@@ -24,11 +28,12 @@ HD inline float joined(Halves h) {
     memcpy(&x, &bits, 4);
     return x;
 }
-// Element i of n, either way.
+// Converts element i of n: `split` from whole to halves, else back.
 HD inline void convert_halves(float* whole, uint16_t* halves, int64_t n, int64_t i, bool split) {
     if (split) {
         Halves h = halves_of(whole[i]);
-        halves[i] = h.upper, halves[n + i] = h.lower;
+        halves[i] = h.upper;
+        halves[n + i] = h.lower;
     } else {
         whole[i] = joined({halves[i], halves[n + i]});
     }
@@ -39,21 +44,25 @@ __global__ void convert_halves_kernel(float* whole, uint16_t* halves, int64_t n,
     if (i < n) { convert_halves(whole, halves, n, i, split); }
 }
 #endif
+// Splits the weights of a part in place, or joins them, by way of a whole copy.
 static void convert_weights(const Tensor& part, bool split) {
     NoGrad no_grad;
     int64_t n = part.size();
     Tensor whole = empty(part.shape, F32, WORKSPACE);
     auto* halves = (uint16_t*)part.data;
     if (split) { copy_or_add(whole, part, false); }
+
 #ifdef __CUDACC__
     if (whole.device() == CUDA) {
-        LAUNCH(convert_halves_kernel, ceil_div(n, 256), 256, whole.as<float>(), halves, n, split);
+        LAUNCH(convert_halves_kernel, ceil_div(n, THREADS), THREADS, whole.as<float>(), halves, n,
+               split);
     }
 #endif
     if (whole.device() == CPU) {
 #pragma omp parallel for
         for (int64_t i = 0; i < n; i++) { convert_halves(whole.as<float>(), halves, n, i, split); }
     }
+
     if (!split) { copy_or_add(part, whole, false); }
 }
 
@@ -61,75 +70,99 @@ static void convert_weights(const Tensor& part, bool split) {
 // AdamW: up to 64 tensors per launch, up to 16 bytes per access
 
 #ifdef __CUDACC__
-constexpr int MAX_TENSORS = 64, CHUNK = 2048;  // of a launch; elements of a block
-struct Updates {
+constexpr int MAX_TENSORS = 64;  // of a launch
+constexpr int CHUNK = 2048;      // elements that a block updates
+struct Updates {                 // what a launch updates; tensor k is element k of each array
     const void* g[MAX_TENSORS];
-    int64_t offset[MAX_TENSORS], size[MAX_TENSORS];
+    int64_t offset[MAX_TENSORS];  // of its weights and moments, in their arenas
+    int64_t size[MAX_TENSORS];
     int first_block[MAX_TENSORS];
     int count;
 };
-// W: elements a thread takes at a time, in one access of each array. P: of weights and moments.
+
+// Updates a chunk of one tensor per block. A thread takes W elements at a time, in one access of
+// each array. P is the type of weights and moments, G that of the gradients; with `split` the
+// weights are halves.
 template <int W, bool split, class P, class G>
 __global__ void adamw_kernel(Updates all, P* p_all, P* m_all, P* v_all, AdamWScalars s) {
     int k = 0;  // our tensor: the last that begins at or before our block
     for (int end = all.count; end - k > 1;) {
         int middle = (k + end) / 2;
-        (all.first_block[middle] <= (int)blockIdx.x ? k : end) = middle;
+        if (all.first_block[middle] <= (int)blockIdx.x) {
+            k = middle;
+        } else {
+            end = middle;
+        }
     }
-    int64_t start = (int64_t)(blockIdx.x - all.first_block[k]) * CHUNK,
-            offset = all.offset[k] + start;
+
+    int64_t start = (int64_t)(blockIdx.x - all.first_block[k]) * CHUNK;
+    int64_t offset = all.offset[k] + start;
     int n = (int)min((int64_t)CHUNK, all.size[k] - start);
     const G* g_in = (const G*)all.g[k] + start;
-    uint16_t *upper = (uint16_t*)(p_all + all.offset[k]) + start, *lower = upper + all.size[k];
+    uint16_t* upper = (uint16_t*)(p_all + all.offset[k]) + start;
+    uint16_t* lower = upper + all.size[k];
     for (int i = threadIdx.x * W; i < n; i += blockDim.x * W) {
-        auto m = load_pack<W>(m_all + offset + i), v = load_pack<W>(v_all + offset + i);
+        auto m = load_pack<W>(m_all + offset + i);
+        auto v = load_pack<W>(v_all + offset + i);
         auto g = load_pack<W>(g_in + i);
         Pack<P, W> p;
         Pack<uint16_t, W> u, l;
         if (split) {
-            u = load_pack<W>(upper + i), l = load_pack<W>(lower + i);
+            u = load_pack<W>(upper + i);
+            l = load_pack<W>(lower + i);
             for (int j = 0; j < W; j++) { p.x[j] = joined({u.x[j], l.x[j]}); }
         } else {
             p = load_pack<W>(p_all + offset + i);
         }
+
         for (int j = 0; j < W; j++) { adamw_element(&p.x[j], g.x[j], &m.x[j], &v.x[j], s); }
+
         if (split) {
             for (int j = 0; j < W; j++) {
                 Halves h = halves_of(p.x[j]);
-                u.x[j] = h.upper, l.x[j] = h.lower;
+                u.x[j] = h.upper;
+                l.x[j] = h.lower;
             }
-            store_pack(upper + i, u), store_pack(lower + i, l);
+            store_pack(upper + i, u);
+            store_pack(lower + i, l);
         } else {
             store_pack(p_all + offset + i, p);
         }
-        store_pack(m_all + offset + i, m), store_pack(v_all + offset + i, v);
+        store_pack(m_all + offset + i, m);
+        store_pack(v_all + offset + i, v);
     }
 }
-// All gradients are of type G.
+// Updates the weights of all gradients, whose type is G, by as few launches as their number allows.
+// A launch takes 16 bytes at a time if every tensor in it begins and ends at a multiple of that.
 template <bool split, class P, class G>
 static void launch(const std::vector<FlatGradient>& gradients, const Tensor& p, const Tensor& m,
                    const Tensor& v, AdamWScalars s) {
+    constexpr int W = 16 / sizeof(P);
     for (size_t next = 0; next < gradients.size();) {
         Updates some;
         some.count = 0;
         int blocks = 0;
-        constexpr int W = 16 / sizeof(P);
         bool fits = true;
         for (; next < gradients.size() && some.count < MAX_TENSORS; next++) {
             const FlatGradient& one = gradients[next];
             int k = some.count++;
-            some.g[k] = one.g.data, some.offset[k] = one.offset, some.size[k] = one.g.size();
+            some.g[k] = one.g.data;
+            some.offset[k] = one.offset;
+            some.size[k] = one.g.size();
             some.first_block[k] = blocks;
             blocks += ceil_div(one.g.size(), CHUNK);
+
             for (const Tensor* t : {&p, &m, &v}) {
                 fits &= ((uintptr_t)t->data / sizeof(P) + one.offset) % W == 0;
             }
             fits &= one.g.size() % W == 0 && (uintptr_t)one.g.data / sizeof(G) % W == 0;
         }
+
         auto kernel = fits ? adamw_kernel<W, split, P, G> : adamw_kernel<1, split, P, G>;
-        LAUNCH(kernel, blocks, 256, some, p.as<P>(), m.as<P>(), v.as<P>(), s);
+        LAUNCH(kernel, blocks, THREADS, some, p.as<P>(), m.as<P>(), v.as<P>(), s);
     }
 }
+// Updates all weights on the GPU, those of each gradient type by themselves.
 template <bool split>
 static void update_cuda(const Tensor& p, const std::vector<FlatGradient>& gradients,
                         const Tensor& m, const Tensor& v, AdamWScalars s) {
@@ -138,6 +171,7 @@ static void update_cuda(const Tensor& p, const std::vector<FlatGradient>& gradie
         for (const FlatGradient& one : gradients) {
             if (one.g.dtype == dtype && one.g.size() > 0) { some.push_back(one); }
         }
+
         with_gpu_type(dtype, [&](auto zero) {
             if constexpr (!split) {
                 if (p.dtype == BF16) {
@@ -149,31 +183,37 @@ static void update_cuda(const Tensor& p, const std::vector<FlatGradient>& gradie
     }
 }
 #endif
+// Updates split weights on the GPU or the CPU; on META it does nothing.
 static void update_split(const Tensor& p, const std::vector<FlatGradient>& gradients,
                          const Tensor& m, const Tensor& v, AdamWScalars s) {
 #ifdef __CUDACC__
     if (p.device() == CUDA) { return update_cuda<true>(p, gradients, m, v, s); }
 #endif
     if (p.device() == META) { return; }
+
     for (const FlatGradient& one : gradients) {
         with_type(one.g.dtype, [&](auto zero) {
             const auto* g = one.g.as(zero);
             const int64_t n = one.g.size(), first = one.offset;
-            auto *upper = (uint16_t*)(p.as<float>() + first), *lower = upper + n;
+            uint16_t* upper = (uint16_t*)(p.as<float>() + first);
+            uint16_t* lower = upper + n;
 #pragma omp parallel for simd if (n > 16384)
             for (int64_t i = 0; i < n; i++) {
                 float x = joined({upper[i], lower[i]});
                 adamw_element(&x, g[i], m.as<float>() + first + i, v.as<float>() + first + i, s);
                 Halves h = halves_of(x);
-                upper[i] = h.upper, lower[i] = h.lower;
+                upper[i] = h.upper;
+                lower[i] = h.lower;
             }
         });
     }
 }
+// Enters these ways where the program starts; nobody reads `entered`.
 [[maybe_unused]] static const bool entered = [] {
 #ifdef __CUDACC__
     fast_ways.adamw = update_cuda<false>;
 #endif
-    fast_ways.split = convert_weights, fast_ways.adamw_of_split = update_split;
+    fast_ways.split = convert_weights;
+    fast_ways.adamw_of_split = update_split;
     return true;
 }();
