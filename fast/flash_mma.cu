@@ -5,10 +5,13 @@
 // layout that it wants, and cp.async copies tiles to shared memory while others are computed on.
 // What it costs: S, P and dS are rounded to 16 bits where they enter a product, and the cards
 // before the A100 (sm_80) cannot run it.
+//
+// The file has the instructions, the forward pass, the backward pass's main kernel, and their
+// launches. Read ForwardTile and flash_forward_kernel first, then what that calls, in its order.
 #include "flash.h"
 
 #ifdef __CUDACC__
-// Four 8x8 matrices of 16-bit elements: lane l gives the address of row l%8 of matrix l/8 and
+// Loads four 8x8 matrices of 16-bit elements: lane l gives the address of row l%8 of matrix l/8 and
 // receives two neighbouring elements of row l/4 of each (of column l/4 with trans).
 DEVICE void ldmatrix_x4(uint32_t (&r)[4], const void* smem) {
     uint32_t at = (uint32_t)__cvta_generic_to_shared(smem);
@@ -17,6 +20,7 @@ DEVICE void ldmatrix_x4(uint32_t (&r)[4], const void* smem) {
                  : "r"(at)
                  : "memory");
 }
+
 DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], const void* smem) {
     uint32_t at = (uint32_t)__cvta_generic_to_shared(smem);
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -24,15 +28,17 @@ DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], const void* smem) {
                  : "r"(at)
                  : "memory");
 }
-// Where a lane points ldmatrix_x4 to in a 16x16 block of shared memory. The four 8x8 matrices come
-// in the order down, right, for an A operand [m][k], and transposed for a B operand [k][n]; or
-// right, down, for a B operand [n][k], and transposed for an A operand [k][m].
+
+// Both return where a lane points ldmatrix_x4 to in a 16x16 block of shared memory. The four 8x8
+// matrices come in the order down, right, for an A operand [m][k], and transposed for a B operand
+// [k][n]; or right, down, for a B operand [n][k], and transposed for an A operand [k][m].
 DEVICE int down_right(int lane, int row) { return lane % 16 * row + lane / 16 * 8; }
 DEVICE int right_down(int lane, int row) {
     return (lane % 8 + lane / 16 * 8) * row + lane / 8 % 2 * 8;
 }
-// d[16x8] += a[16x16] b[16x8], fp32 accumulation. Lane l holds d rows l/4 and l/4+8, columns 2(l%4)
-// and +1.
+
+// Computes d[16x8] += a[16x16] b[16x8], with sums in fp32. Lane l holds d rows l/4 and l/4+8,
+// columns 2(l%4) and +1.
 DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
@@ -56,23 +62,48 @@ DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
 // Step 2 is lazy: see SLACK. A vote over the warp asks whether it is due. Mostly it is not, which
 // saves the exchange of maxima between lanes and the scaling of O.
 
-// A warp owns Bq/WARPS queries; rather 32 than 16, because every warp reads all of K and V from
-// shared memory, and with 16 that takes longer than the products.
-template <int HEAD, int QUERIES, int KEYS, int GROUP, int WARPS, bool KEEP_Q, int BLOCKS>
+// The fastest sizes measured that do not spill registers. A warp owns Bq/4 queries; rather 32 than
+// 16, because every warp reads all of K and V from shared memory, and with 16 that takes longer
+// than the products. flash_forward_mma says when tiles of 64 queries are better all the same.
+struct ForwardSizes {
+    int D, Bq;
+    int Bk, group;  // keys of a tile, and of a group
+    int blocks;     // that should share an SM: bounds the registers
+    bool keep_q;    // in registers; else Q is read again for every group
+};
+constexpr ForwardSizes FORWARD_SIZES[] = {
+    {16, 128, 64, 32, 3, true},    // D, Bq, Bk, group, blocks, keep_q
+    {16, 64, 64, 16, 4, true},     //
+    {32, 128, 32, 32, 3, true},    //
+    {32, 64, 64, 16, 4, true},     //
+    {64, 128, 64, 16, 2, true},    //
+    {64, 64, 64, 16, 3, true},     //
+    {80, 128, 32, 16, 2, true},    //
+    {80, 64, 32, 16, 3, true},     //
+    {128, 128, 32, 32, 2, false},  //
+    {128, 64, 32, 16, 2, true},
+};
+// Returns the row of a table of sizes for this head size and these tiles of queries.
+template <class Sizes, int N>
+constexpr Sizes sizes_of(const Sizes (&table)[N], int D, int Bq) {
+    int row = 0;
+    while (table[row].D != D || table[row].Bq != Bq) { row++; }
+    return table[row];
+}
+
+template <int HEAD, int QUERIES>
 struct ForwardTile {
-    static constexpr int D = HEAD, Bq = QUERIES, Bk = KEYS, group = GROUP, threads = WARPS * WARP;
-    // that should share an SM: bounds the registers
-    static constexpr int blocks = BLOCKS;
-    // in registers; else read again for every group
-    static constexpr bool keep_q = KEEP_Q;
-    static constexpr int fragments = Bq / WARPS / 16;  // of 16 queries, that a warp owns
+    static constexpr ForwardSizes sizes = sizes_of(FORWARD_SIZES, HEAD, QUERIES);
+    static constexpr int D = HEAD, Bq = QUERIES, Bk = sizes.Bk, group = sizes.group;
+    static constexpr int warps = 4, threads = warps * WARP, blocks = sizes.blocks;
+    static constexpr bool keep_q = sizes.keep_q;
+    static constexpr int fragments = Bq / warps / 16;  // of 16 queries, that a warp owns
     using Scores = float[fragments][Bk / 8][4];        // a warp's part of S
     // padded by 16 bytes: 8 rows at one column lie in 8 different bank groups
     static constexpr int row = D + 8;
     static constexpr int stage = 2 * Bk * row;  // elements; there are two
     static constexpr size_t bytes = (Bq * row + 2 * stage) * 2;
-    static_assert(D % 16 == 0 && group % 16 == 0 && Bk % group == 0 && fragments >= 1 &&
-                  Bq == fragments * 16 * WARPS);
+    static_assert(D % 16 == 0 && group % 16 == 0 && Bk % group == 0 && fragments >= 1);
     static_assert(Bq * row_threads(D) % threads == 0 && Bk * row_threads(D) % threads == 0);
     static_assert(bytes <= 99 << 10, "what a block can have on every device from sm_80 on");
 };
@@ -85,14 +116,15 @@ struct ForwardRows {
     float m[Tile::fragments][2], l[Tile::fragments][2];
 };
 
-// ROWS rows of D elements to shared memory; those from `valid` on are zeros, whatever lies there in
-// memory. A thread stays in one column of 8 elements; at D = 80 the last 6 of 16 have nothing to
-// do.
+// Copies ROWS rows of D elements to shared memory, asynchronously; those from `valid` on become
+// zeros, whatever lies there in memory. A thread stays in one column of 8 elements; at D = 80 the
+// last 6 of 16 have nothing to do.
 template <class Tile, int ROWS>
 DEVICE void load_rows(bf16* to, const bf16* from, int stride, int valid) {
     constexpr int columns = row_threads(Tile::D), step = Tile::threads / columns;
     int r = threadIdx.x / columns, d = threadIdx.x % columns * 8;
     if (d >= Tile::D) { return; }
+
     from += (int64_t)r * stride + d;
     to += r * Tile::row + d;
     for (int i = 0; i < ROWS / step; i++) {
@@ -101,17 +133,18 @@ DEVICE void load_rows(bf16* to, const bf16* from, int stride, int valid) {
     }
 }
 
-// Step 1 for a warp's queries and the keys of group g of a tile. at_q and at_k are this lane's
-// rows.
+// Does step 1 for a warp's queries and the keys of group g of a tile. at_q and at_k are this lane's
+// rows. q holds its queries already if Tile::keep_q, else it is read here, 16 columns at a time.
 template <class Tile, int KEPT>
 DEVICE void scores(typename Tile::Scores& s, uint32_t (&q)[KEPT][Tile::fragments][4],
                    const bf16* at_q, const bf16* at_k, int g) {
     constexpr int N = Tile::group / 16;
     for (int f = 0; f < Tile::fragments; f++) {
         for (int n = g * 2 * N; n < (g + 1) * 2 * N; n++) {
-            s[f][n][0] = s[f][n][1] = s[f][n][2] = s[f][n][3] = 0;
+            for (int i = 0; i < 4; i++) { s[f][n][i] = 0; }
         }
     }
+
 #pragma unroll
     for (int k = 0; k < Tile::D / 16; k++) {
         uint32_t(&own)[Tile::fragments][4] = q[Tile::keep_q ? k : 0];
@@ -120,6 +153,7 @@ DEVICE void scores(typename Tile::Scores& s, uint32_t (&q)[KEPT][Tile::fragments
                 ldmatrix_x4(own[f], at_q + f * 16 * Tile::row + k * 16);
             }
         }
+
         for (int n = g * N; n < (g + 1) * N; n++) {
             uint32_t b[4];
             ldmatrix_x4(b, at_k + n * 16 * Tile::row + k * 16);
@@ -131,9 +165,9 @@ DEVICE void scores(typename Tile::Scores& s, uint32_t (&q)[KEPT][Tile::fragments
     }
 }
 
-// Keys that a query may not see, and those beyond Tk, get the score -inf. (The masks of this file
-// are keys_seen(), written out: by its calls the forward has more instructions, and the backward
-// spills registers.)
+// Gives the score -inf to keys that a query may not see, and to those beyond Tk. (The masks of this
+// file are keys_seen(), written out: by its calls the forward has more instructions, and the
+// backward spills registers.)
 template <class Tile>
 DEVICE void mask(typename Tile::Scores& s, const AttentionArgs& a, int query, int key) {
     for (int f = 0; f < Tile::fragments; f++) {
@@ -147,7 +181,7 @@ DEVICE void mask(typename Tile::Scores& s, const AttentionArgs& a, int query, in
     }
 }
 
-// Step 2 where it is due, and what of steps 3 to 5 multiplies by shrink. It starts with m = -inf,
+// Does step 2 where it is due, and what of steps 3 to 5 multiplies by shrink. m starts from -inf,
 // so the first tile always is due. That tile shows key 0 to every query, so m is finite from there
 // on, and step 3 never subtracts infinities.
 template <class Tile>
@@ -165,23 +199,25 @@ DEVICE void raise_maximum(ForwardRows<Tile>& rows, const typename Tile::Scores& 
         }
     }
     if (!__any_sync(0xffffffff, due)) { return; }
+
     for (int f = 0; f < Tile::fragments; f++) {
         for (int h = 0; h < 2; h++) {
             float x = fmaxf(rows.m[f][h], top[f][h]);
             x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
             x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
-            float factor = exp2_approx(rows.m[f][h] - x);
+
+            float shrink = exp2_approx(rows.m[f][h] - x);
             rows.m[f][h] = x;
-            rows.l[f][h] *= factor;
+            rows.l[f][h] *= shrink;
             for (int n = 0; n < Tile::D / 8; n++) {
-                rows.o[f][n][2 * h] *= factor;
-                rows.o[f][n][2 * h + 1] *= factor;
+                rows.o[f][n][2 * h] *= shrink;
+                rows.o[f][n][2 * h + 1] *= shrink;
             }
         }
     }
 }
 
-// Steps 3 to 5 for the keys of group g: P, and what it adds to l and O.
+// Does steps 3 to 5 for the keys of group g: computes P, and adds what it gives to l and O.
 template <class Tile>
 DEVICE void add_values(ForwardRows<Tile>& rows, const typename Tile::Scores& s, const bf16* at_v,
                        float c, int g) {
@@ -192,13 +228,14 @@ DEVICE void add_values(ForwardRows<Tile>& rows, const typename Tile::Scores& s, 
             for (int e = 0; e < 4; e++) {
                 int h = e % 2;
                 const float* x = &s[f][g * Tile::group / 8 + 2 * k + e / 2][2 * h];
-                float low = exp2_approx(x[0] * c - rows.m[f][h]),
-                      high = exp2_approx(x[1] * c - rows.m[f][h]);
+                float low = exp2_approx(x[0] * c - rows.m[f][h]);
+                float high = exp2_approx(x[1] * c - rows.m[f][h]);
                 rows.l[f][h] += low + high;
                 p[k][f][e] = pack(low, high);
             }
         }
     }
+
     for (int k = 0; k < Tile::group / 16; k++) {
 #pragma unroll
         for (int n = 0; n < Tile::D / 16; n++) {
@@ -212,13 +249,15 @@ DEVICE void add_values(ForwardRows<Tile>& rows, const typename Tile::Scores& s, 
     }
 }
 
-// Step 6. O goes through the warp's own rows of Q's place, to be stored 16 bytes at a time.
+// Does step 6: divides O by l and stores it, and L. O goes through the warp's own rows of Q's
+// place, to be stored 16 bytes at a time.
 template <class Tile>
 DEVICE void store_output(ForwardRows<Tile>& rows, const AttentionArgs& a, bf16* smem, int query) {
     int lane = threadIdx.x % WARP, z = blockIdx.z;
     // so that the head is computed again: kept from the start it would be spilled
     asm volatile("" : "+r"(z));
     int bh = head_of_block(z);
+
     __syncwarp();  // the other lanes may still read Q
     for (int f = 0; f < Tile::fragments; f++) {
         for (int h = 0; h < 2; h++) {
@@ -226,6 +265,7 @@ DEVICE void store_output(ForwardRows<Tile>& rows, const AttentionArgs& a, bf16* 
             l += __shfl_xor_sync(0xffffffff, l, 1);
             l += __shfl_xor_sync(0xffffffff, l, 2);
             float inverse = 1 / l;
+
             int r = f * 16 + h * 8 + lane / 4;
             if (lane % 4 == 0 && query + r < a.Tq) {
                 a.L[(int64_t)bh * a.Tq + query + r] = rows.m[f][h] / LOG2_E + logf(l);
@@ -236,6 +276,7 @@ DEVICE void store_output(ForwardRows<Tile>& rows, const AttentionArgs& a, bf16* 
             }
         }
     }
+
     __syncwarp();  // what the other lanes wrote is read below
     bf16* o = head_of<bf16>(a.o, bh / a.H, bh % a.H);
     constexpr int chunks = Tile::D / 8;
@@ -247,8 +288,8 @@ DEVICE void store_output(ForwardRows<Tile>& rows, const AttentionArgs& a, bf16* 
     }
 }
 
-// A block's tile of queries is counted from the END: causal tiles grow with their queries, and the
-// longest come first.
+// Computes O and L of one tile of queries per block. A block's tile is counted from the END: causal
+// tiles grow with their queries, and the longest come first.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::threads, Tile::blocks)
     flash_forward_kernel(AttentionArgs a) {
@@ -257,13 +298,13 @@ __global__ void __launch_bounds__(Tile::threads, Tile::blocks)
     constexpr int Bq = Tile::Bq, Bk = Tile::Bk, row = Tile::row, groups = Bk / Tile::group;
     int bh = head_of_block(), b = bh / a.H, h = bh % a.H;
     int lane = threadIdx.x % WARP, warp_row = threadIdx.x / WARP * Tile::fragments * 16;
-    // first of the block, and of the warp
-    int q0 = (gridDim.y - 1 - blockIdx.y) * Bq, query = q0 + warp_row;
+    int q0 = (gridDim.y - 1 - blockIdx.y) * Bq;  // the block's first query
+    int query = q0 + warp_row;                   // the warp's
     const bf16* q = head_of<const bf16>(a.q, b, h) + q0 * a.q.row;
     const bf16 *k = head_of<const bf16>(a.k, b, h), *v = head_of<const bf16>(a.v, b, h);
     bf16 *smem_q = (bf16*)shared, *smem_kv = smem_q + Bq * row;
-    // in Q, and V transposed; in K
-    int at_row = down_right(lane, row), at_key = right_down(lane, row);
+    int at_row = down_right(lane, row);  // in Q, and in V, which is read transposed
+    int at_key = right_down(lane, row);  // in K
     const bf16* at_q = smem_q + warp_row * row + at_row;
     float c = a.scale * LOG2_E;
 
@@ -297,9 +338,12 @@ __global__ void __launch_bounds__(Tile::threads, Tile::blocks)
     cp_async_commit();
     load_stage(0);
     ForwardRows<Tile> rows = {};
-    for (int f = 0; f < Tile::fragments; f++) { rows.m[f][0] = rows.m[f][1] = -INFINITY; }
+    for (int f = 0; f < Tile::fragments; f++) {
+        for (int h = 0; h < 2; h++) { rows.m[f][h] = -INFINITY; }
+    }
     cp_async_wait<1>();
     __syncthreads();  // Q and the first K, copied by all warps
+
     uint32_t q_fragments[Tile::keep_q ? Tile::D / 16 : 1][Tile::fragments][4];
     if (Tile::keep_q) {
         for (int d = 0; d < Tile::D / 16; d++) {
@@ -326,12 +370,13 @@ __global__ void __launch_bounds__(Tile::threads, Tile::blocks)
     }
     // The diagonal and the end of the keys. Tiles that no query of this warp sees are skipped, but
     // not their barriers.
-    int warp_tiles =
-        a.causal ? min(k_tiles, (query + Tile::fragments * 16 + Bk - 1) / Bk) : k_tiles;
+    int warp_tiles = k_tiles;
+    if (a.causal) { warp_tiles = min(k_tiles, (query + Tile::fragments * 16 + Bk - 1) / Bk); }
 #pragma unroll 1
     for (; j < k_tiles; j++) {
         const bf16* kv = next_stage(j);
         if (j >= warp_tiles) { continue; }
+
         mask<Tile>(s, a, query + lane / 4, j * Bk + lane % 4 * 2);
         raise_maximum(rows, s, c);
         for (int g = 0; g < groups; g++) { add_values(rows, s, kv + Bk * row + at_row, c, g); }
@@ -352,30 +397,22 @@ static void launch_forward(const AttentionArgs& a) {
 // Where tiles of 128 queries do not give every SM two blocks, all blocks run at once, and the
 // longest alone decides when it is over. Smaller tiles then shorten it, though their 16 queries a
 // warp cost more reads of shared memory.
+template <int D>
+static void forward_of(const AttentionArgs& a) {
+    if ((int64_t)a.B * a.H * ceil_div(a.Tq, 128) <= 2 * multiprocessors()) {
+        launch_forward<ForwardTile<D, 64>>(a);
+    } else {
+        launch_forward<ForwardTile<D, 128>>(a);
+    }
+}
 static void flash_forward_mma(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
-    const bool small = (int64_t)a.B * a.H * ceil_div(a.Tq, 128) <= 2 * multiprocessors();
-    auto run = [&](auto of_128, auto of_64) {
-        small ? launch_forward<decltype(of_64)>(a) : launch_forward<decltype(of_128)>(a);
-    };
     switch (t.q.dim(3)) {
-        // <D, Bq, Bk, group, warps, Q in registers, blocks an SM>, the fastest measured that do not
-        // spill
-        case 16:
-            return run(ForwardTile<16, 128, 64, 32, 4, true, 3>(),
-                       ForwardTile<16, 64, 64, 16, 4, true, 4>());
-        case 32:
-            return run(ForwardTile<32, 128, 32, 32, 4, true, 3>(),
-                       ForwardTile<32, 64, 64, 16, 4, true, 4>());
-        case 64:
-            return run(ForwardTile<64, 128, 64, 16, 4, true, 2>(),
-                       ForwardTile<64, 64, 64, 16, 4, true, 3>());
-        case 80:
-            return run(ForwardTile<80, 128, 32, 16, 4, true, 2>(),
-                       ForwardTile<80, 64, 32, 16, 4, true, 3>());
-        default:
-            return run(ForwardTile<128, 128, 32, 32, 4, false, 2>(),
-                       ForwardTile<128, 64, 32, 16, 4, true, 2>());
+        case 16: return forward_of<16>(a);
+        case 32: return forward_of<32>(a);
+        case 64: return forward_of<64>(a);
+        case 80: return forward_of<80>(a);
+        default: return forward_of<128>(a);
     }
 }
 
@@ -387,44 +424,56 @@ static void flash_forward_mma(const AttentionTensors& t) {
 // the A operand of steps 9 and 13, so P and dS reach dV and dK without leaving registers. Only step
 // 12 sums over the keys of all warps, and takes dS through shared memory.
 //
-// OWN rows, keys, stay; tiles of STREAMED rows of the other side pass, double-buffered, and are
-// taken STEP rows at a time. A warp owns 16 or 32 rows: with 32 each ldmatrix of the streamed side
-// feeds twice as many products, and shared memory is what bounds these kernels. dV and dK of 32
-// rows are 128 floats a lane at D = 64; for D = 128, where that many do not fit into its registers,
-// a warp owns 16.
-template <int HEAD, int OWN, int STREAMED, int STEP, int WARPS, int BLOCKS, int DQ_COLUMNS>
+// A block's own rows, keys, stay; tiles of streamed rows of the other side pass, double-buffered,
+// and are taken a step at a time. A warp owns 16 or 32 rows: with 32 each ldmatrix of the streamed
+// side feeds twice as many products, and shared memory is what bounds these kernels. dV and dK of
+// 32 rows are 128 floats a lane at D = 64; for D = 128, where that many do not fit into its
+// registers, a warp owns 16.
+struct BackwardSizes {
+    int D, Bq;       // Bq: queries of a streamed tile
+    int own, step;   // rows that a block owns; streamed rows of a step
+    int blocks;      // that should share an SM: bounds the registers
+    int dq_columns;  // step 12: the warps' grid over dQ has so many columns
+};
+constexpr BackwardSizes BACKWARD_SIZES[] = {
+    {16, 64, 128, 32, 2, 1},  // D, Bq, own, step, blocks, dq_columns
+    {32, 64, 128, 32, 2, 1},  //
+    {64, 64, 128, 32, 2, 2},  //
+    {80, 64, 128, 16, 2, 1},  //
+    {80, 32, 128, 16, 1, 2},  //
+    {128, 32, 64, 16, 1, 2},
+};
+
+template <int HEAD, int STREAMED>
 struct BackwardTile {
-    static constexpr int D = HEAD, own = OWN, streamed = STREAMED, step = STEP, warps = WARPS,
-                         threads = WARPS * WARP;
-    static constexpr int blocks = BLOCKS;  // that should share an SM: bounds the registers
+    static constexpr BackwardSizes sizes = sizes_of(BACKWARD_SIZES, HEAD, STREAMED);
+    static constexpr int D = HEAD, own = sizes.own, streamed = STREAMED, step = sizes.step;
+    static constexpr int warps = 4, threads = warps * WARP, blocks = sizes.blocks;
     // A warp's part of S^T: own_fragments x step_fragments blocks of 16x8.
-    static constexpr int own_fragments = OWN / WARPS / 16, step_fragments = STEP / 8;
+    static constexpr int own_fragments = own / warps / 16, step_fragments = step / 8;
     using Scores = float[own_fragments][step_fragments][4];
     using Sums = float[own_fragments][D / 8][4];  // of dV or dK
     using Operand = uint32_t[own_fragments][4];   // 16 columns of Scores as a product's A
     // padded by 16 bytes: 8 rows at one column lie in 8 different bank groups
     static constexpr int row = D + 8;
-    static constexpr int ds_row = STREAMED + 8;  // dS^T: [key][query]
+    static constexpr int ds_row = streamed + 8;  // dS^T: [key][query]
     // step 12: the warps' grid over dQ is dq_rows x dq_columns,
-    static constexpr int dq_columns = DQ_COLUMNS;
+    static constexpr int dq_columns = sizes.dq_columns, dq_rows = warps / dq_columns;
     // and each has dq_row_blocks x dq_column_blocks blocks of 16x16
-    static constexpr int dq_rows = WARPS / DQ_COLUMNS;
-    static constexpr int dq_row_blocks = STREAMED / 16 / dq_rows,
-                         dq_column_blocks = (D / 16 + DQ_COLUMNS - 1) / DQ_COLUMNS;
+    static constexpr int dq_row_blocks = streamed / 16 / dq_rows;
+    static constexpr int dq_column_blocks = (D / 16 + dq_columns - 1) / dq_columns;
     // How far sums are unrolled, of S and dP over D and of dQ over the keys: as far as registers
     // last, without spills.
     static constexpr int k_unroll = D >= 64 ? 1 : 2, dq_unroll = D > 64 ? 2 : 4;
-    static constexpr size_t bytes = 2 * OWN * row * 2 + 2 * 2 * STREAMED * row * 2 +
-                                    OWN * ds_row * 2 +
-                                    2 * STREAMED * sizeof(float2);  // shared memory
-    static_assert(D % 16 == 0 && own_fragments >= 1 && OWN == own_fragments * 16 * WARPS &&
-                  STREAMED % STEP == 0 && STEP % 16 == 0);
-    static_assert(OWN % STREAMED == 0 && BACKWARD_PAD % STREAMED == 0 &&
-                  dq_rows * dq_columns == WARPS && dq_row_blocks >= 1 &&
-                  dq_row_blocks * 16 * dq_rows == STREAMED);
+    // shared memory: K and V; two tiles of Q and dO; dS; two tiles' L and D
+    static constexpr size_t bytes =
+        (2 * own + 4 * streamed) * row * 2 + own * ds_row * 2 + 2 * streamed * sizeof(float2);
+    static_assert(D % 16 == 0 && own_fragments >= 1 && streamed % step == 0 && step % 16 == 0);
+    static_assert(own % streamed == 0 && BACKWARD_PAD % streamed == 0 && dq_row_blocks >= 1);
 };
 
-// Rows [first, first + ROWS) of x to shared memory, asynchronously; zeros for those from `rows` on.
+// Copies rows [first, first + ROWS) of x to shared memory, asynchronously; zeros for those from
+// `rows` on.
 // (With one load_rows for both passes, of this form the forward spills registers, of its form the
 // backward has more instructions.)
 template <class Tile, int ROWS>
@@ -432,6 +481,7 @@ DEVICE void load_rows(bf16* to, const bf16* x, int64_t stride, int first, int ro
     constexpr int across = row_threads(Tile::D), down = Tile::threads / across;
     int r = threadIdx.x / across, d = threadIdx.x % across * 8, left = rows - first - r;
     if (d >= Tile::D) { return; }
+
     const bf16* from = x + (first + r) * stride + d;
     to += r * Tile::row + d;
     // Addresses advance by constants: this runs before each tile's first product.
@@ -441,7 +491,7 @@ DEVICE void load_rows(bf16* to, const bf16* x, int64_t stride, int first, int ro
         from += down * stride;
     }
 }
-// c[owned rows, step] += own rows^T, for the streamed rows of one step.
+// Computes c[owned rows, step] += own rows^T, for the streamed rows of one step.
 template <class Tile>
 DEVICE void multiply(typename Tile::Scores& c, const bf16* own, const bf16* rows, int lane) {
 #pragma unroll(Tile::k_unroll)
@@ -460,7 +510,7 @@ DEVICE void multiply(typename Tile::Scores& c, const bf16* own, const bf16* rows
         }
     }
 }
-// sum[owned rows, D] += p[owned rows, 16] rows, for 16 streamed rows.
+// Computes sum[owned rows, D] += p[owned rows, 16] rows, for 16 streamed rows.
 template <class Tile>
 DEVICE void accumulate(typename Tile::Sums& sum, const typename Tile::Operand& p, const bf16* rows,
                        int lane) {
@@ -474,8 +524,8 @@ DEVICE void accumulate(typename Tile::Sums& sum, const typename Tile::Operand& p
         }
     }
 }
-// Rounded, the accumulators n and n+1 are the A operand of a product that sums over their 16
-// columns.
+// Rounds the accumulators n and n+1, which then are the A operand of a product that sums over their
+// 16 columns. Its register i holds two neighbours, 8 (i%2) rows down and 8 (i/2) columns right.
 template <class Tile>
 DEVICE void pack_operand(typename Tile::Operand& p, const typename Tile::Scores& c, int n) {
     for (int m = 0; m < Tile::own_fragments; m++) {
@@ -484,7 +534,7 @@ DEVICE void pack_operand(typename Tile::Operand& p, const typename Tile::Scores&
         }
     }
 }
-// The warp's sums, times factor, to the rows of x from `first` on that exist.
+// Stores the warp's sums, times factor, to the rows of x from `first` on that exist.
 template <class Tile>
 DEVICE void store_rows(bf16* x, int64_t stride, int first, int rows, typename Tile::Sums& sum,
                        float factor, int lane) {
@@ -492,6 +542,7 @@ DEVICE void store_rows(bf16* x, int64_t stride, int first, int rows, typename Ti
         for (int half = 0; half < 2; half++) {
             int r = first + 16 * m + 8 * half + lane / 4;
             if (r >= rows) { continue; }
+
             for (int n = 0; n < Tile::D / 8; n++) {
                 *(uint32_t*)(x + r * stride + 8 * n + lane % 4 * 2) =
                     pack(sum[m][n][2 * half] * factor, sum[m][n][2 * half + 1] * factor);
@@ -500,7 +551,7 @@ DEVICE void store_rows(bf16* x, int64_t stride, int first, int rows, typename Ti
     }
 }
 
-// S^T of one step becomes P^T. stats: of the step's queries.
+// Turns S^T of one step into P^T. stats: of the step's queries.
 template <class Tile, bool MASKED>
 DEVICE void exponentiate(typename Tile::Scores& s, const AttentionArgs& a, int key, int query,
                          const float2* stats, int lane) {
@@ -510,8 +561,8 @@ DEVICE void exponentiate(typename Tile::Scores& s, const AttentionArgs& a, int k
         float4 two = *(const float4*)(stats + 8 * n + lane % 4 * 2);
         for (int m = 0; m < Tile::own_fragments; m++) {
             for (int i = 0; i < 4; i++) {
-                int at_key = key + 16 * m + 8 * (i / 2) + lane / 4,
-                    at_query = query + 8 * n + lane % 4 * 2 + i % 2;
+                int at_key = key + 16 * m + 8 * (i / 2) + lane / 4;
+                int at_query = query + 8 * n + lane % 4 * 2 + i % 2;
                 float x = s[m][n][i] * factor - (i % 2 ? two.y : two.x);
                 // Keys beyond Tk have S = 0, and exp(-L) may be inf: zero rows of K alone do not
                 // take them out.
@@ -523,19 +574,19 @@ DEVICE void exponentiate(typename Tile::Scores& s, const AttentionArgs& a, int k
         }
     }
 }
-// dP^T - D of one step.
+// Computes dP^T - D of one step: the sums start from -D of their column, which is a query.
 template <class Tile>
 DEVICE void multiply_dp(typename Tile::Scores& dp, const bf16* v, const bf16* dO,
                         const float2* stats, int lane) {
     for (int n = 0; n < Tile::step_fragments; n++) {
         float4 two = *(const float4*)(stats + 8 * n + lane % 4 * 2);
-        for (int i = 0; i < Tile::own_fragments * 4; i++) {
-            dp[i / 4][n][i % 4] = i % 2 ? -two.w : -two.z;
+        for (int m = 0; m < Tile::own_fragments; m++) {
+            for (int i = 0; i < 4; i++) { dp[m][n][i] = i % 2 ? -two.w : -two.z; }
         }
     }
     multiply<Tile>(dp, v, dO, lane);
 }
-// The operand of keys [16 m, +16) and 16 queries to dS^T, [key][query], in shared memory.
+// Stores the operand of keys [16 m, +16) and 16 queries to dS^T, [key][query], in shared memory.
 template <class Tile>
 DEVICE void store_ds(bf16* ds, const typename Tile::Operand& p, int lane) {
     for (int m = 0; m < Tile::own_fragments; m++) {
@@ -546,8 +597,8 @@ DEVICE void store_ds(bf16* ds, const typename Tile::Operand& p, int lane) {
         }
     }
 }
-// Steps 8 to 11 and 13 for Tile::step queries, by one warp. key: the warp's first; k, v: its rows
-// of K and V; q, dO, stats: the queries'; ds: where dS^T goes.
+// Does steps 8 to 11 and 13 for Tile::step queries, by one warp. key: the warp's first; k, v: its
+// rows of K and V; q, dO, stats: the queries'; ds: where dS^T goes.
 template <class Tile, bool MASKED>
 DEVICE void step_queries(const AttentionArgs& a, int key, int query, const bf16* k, const bf16* v,
                          const bf16* q, const bf16* dO, const float2* stats, bf16* ds, int lane,
@@ -556,14 +607,17 @@ DEVICE void step_queries(const AttentionArgs& a, int key, int query, const bf16*
     multiply<Tile>(s, k, q, lane);  // step 8
     exponentiate<Tile, MASKED>(s, a, key, query, stats, lane);
     multiply_dp<Tile>(dp, v, dO, stats, lane);  // step 10, and step 11's - D
+
     typename Tile::Operand p;
     for (int n = 0; n < Tile::step_fragments; n += 2) {
         pack_operand<Tile>(p, s, n);
         accumulate<Tile>(dv, p, dO + 8 * n * Tile::row, lane);  // step 9
     }
     for (int n = 0; n < Tile::step_fragments; n += 2) {
-        for (int i = 0; i < Tile::own_fragments * 8; i++) {  // step 11
-            dp[i / 8][n + i / 4 % 2][i % 4] *= s[i / 8][n + i / 4 % 2][i % 4];
+        for (int m = 0; m < Tile::own_fragments; m++) {  // step 11
+            for (int right = 0; right < 2; right++) {
+                for (int i = 0; i < 4; i++) { dp[m][n + right][i] *= s[m][n + right][i]; }
+            }
         }
         pack_operand<Tile>(p, dp, n);
         store_ds<Tile>(ds + 8 * n, p, lane);
@@ -571,11 +625,12 @@ DEVICE void step_queries(const AttentionArgs& a, int key, int query, const bf16*
     }
 }
 
-// Step 12 for one tile of queries: dS K [Bq,D], added to the workspace at `row` of all heads' rows.
+// Does step 12 for one tile of queries: adds dS K [Bq,D] to the workspace at `row` of all heads'
+// rows.
 template <class Tile>
 DEVICE void backward_add_dq(float* dq, int row, const bf16* ds, const bf16* k, int warp, int lane) {
-    int row_block = warp / Tile::dq_columns * Tile::dq_row_blocks,
-        column_block = warp % Tile::dq_columns;
+    int row_block = warp / Tile::dq_columns * Tile::dq_row_blocks;
+    int column_block = warp % Tile::dq_columns;
     float sum[Tile::dq_row_blocks][Tile::dq_column_blocks][2][4] = {};
 #pragma unroll(Tile::dq_unroll)
     for (int key = 0; key < Tile::own; key += 16) {
@@ -595,6 +650,7 @@ DEVICE void backward_add_dq(float* dq, int row, const bf16* ds, const bf16* k, i
             }
         }
     }
+
     for (int m = 0; m < Tile::dq_row_blocks; m++) {
         for (int n = 0; n < Tile::dq_column_blocks; n++) {
             int column = column_block + n * Tile::dq_columns;
@@ -607,21 +663,24 @@ DEVICE void backward_add_dq(float* dq, int row, const bf16* ds, const bf16* k, i
     }
 }
 
+// Computes dK and dV of one tile of keys per block, and adds its part of dQ to the workspace.
 template <class Tile>
 __global__ __launch_bounds__(Tile::threads, Tile::blocks) void backward_main(AttentionArgs a,
                                                                              BackwardWorkspace w) {
 #ifdef HAS_CP_ASYNC
     constexpr int Bk = Tile::own, Bq = Tile::streamed, tile_size = Bq * Tile::row;
     extern __shared__ __align__(16) char shared[];
-    bf16 *k = (bf16*)shared, *v = k + Bk * Tile::row, *q = v + Bk * Tile::row,
-         *dO = q + 2 * tile_size, *ds = dO + 2 * tile_size;
+    bf16 *k = (bf16*)shared, *v = k + Bk * Tile::row;
+    bf16 *q = v + Bk * Tile::row, *dO = q + 2 * tile_size;  // two tiles each
+    bf16* ds = dO + 2 * tile_size;
     float2* stats = (float2*)(ds + Bk * Tile::ds_row);
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, own = warp * Tile::own_fragments * 16;
     // Causal: the first keys are seen by the most queries, so they start first.
     int bh = head_of_block(), b = bh / a.H, h = bh % a.H, k0 = blockIdx.y * Bk;
     int begin = a.causal ? k0 / Bq : 0, end = (a.Tq + Bq - 1) / Bq;  // query tiles
     // Masked are those that the diagonal crosses; all, if some keys are beyond Tk.
-    int masked_end = k0 + Bk > a.Tk ? end : a.causal ? min(end, (k0 + Bk) / Bq) : begin;
+    int masked_end = end;
+    if (k0 + Bk <= a.Tk) { masked_end = a.causal ? min(end, (k0 + Bk) / Bq) : begin; }
     int row = bh * w.rows;  // of all heads' rows
     const bf16 *from_q = head_of<const bf16>(a.q, b, h), *from_dO = head_of<const bf16>(a.dO, b, h);
 
@@ -658,11 +717,13 @@ __global__ __launch_bounds__(Tile::threads, Tile::blocks) void backward_main(Att
         __syncthreads();  // dS is there, from every warp
         backward_add_dq<Tile>(w.dq, row + i * Bq, ds, k, warp, lane);
     };
+
     int i = begin;
 #pragma unroll 1
     for (; i < masked_end; i++) { step_tile(i, std::true_type()); }
 #pragma unroll 1
     for (; i < end; i++) { step_tile(i, std::false_type()); }
+
     cp_async_wait<0>();  // causal keys that no query sees: K and V may still be on their way
     store_rows<Tile>(head_of<bf16>(a.dv, b, h), a.dv.row, k0 + own, a.Tk, dv, 1, lane);
     store_rows<Tile>(head_of<bf16>(a.dk, b, h), a.dk.row, k0 + own, a.Tk, dk, a.scale, lane);
@@ -670,12 +731,13 @@ __global__ __launch_bounds__(Tile::threads, Tile::blocks) void backward_main(Att
 }
 
 // ---- launch ----
-// Tile where a block can have that much shared memory, else Small.
+// Runs the backward by Tile where a block can have that much shared memory, else by Small.
 template <class Tile, class Small = Tile>
 static void launch_backward(const AttentionTensors& t) {
     if constexpr (!std::is_same<Tile, Small>::value) {
         if (shared_memory_per_block() < Tile::bytes) { return launch_backward<Small>(t); }
     }
+
     AttentionArgs a = args_of(t);
     Tensor memory;
     BackwardWorkspace w = backward_begin<Tile::D>(a, memory);
@@ -684,14 +746,12 @@ static void launch_backward(const AttentionTensors& t) {
     backward_end<Tile::D>(a, w);
 }
 static void backward(const AttentionTensors& t) {
-    switch (t.q.dim(3)) {  // <D, own, streamed, step, warps, blocks, dQ columns>
-        case 16: return launch_backward<BackwardTile<16, 128, 64, 32, 4, 2, 1>>(t);
-        case 32: return launch_backward<BackwardTile<32, 128, 64, 32, 4, 2, 1>>(t);
-        case 64: return launch_backward<BackwardTile<64, 128, 64, 32, 4, 2, 2>>(t);
-        case 80:
-            return launch_backward<BackwardTile<80, 128, 64, 16, 4, 2, 1>,
-                                   BackwardTile<80, 128, 32, 16, 4, 1, 2>>(t);
-        default: return launch_backward<BackwardTile<128, 64, 32, 16, 4, 1, 2>>(t);
+    switch (t.q.dim(3)) {
+        case 16: return launch_backward<BackwardTile<16, 64>>(t);
+        case 32: return launch_backward<BackwardTile<32, 64>>(t);
+        case 64: return launch_backward<BackwardTile<64, 64>>(t);
+        case 80: return launch_backward<BackwardTile<80, 64>, BackwardTile<80, 32>>(t);
+        default: return launch_backward<BackwardTile<128, 32>>(t);
     }
 }
 static bool takes(DType t, int64_t D) {
