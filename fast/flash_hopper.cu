@@ -10,6 +10,10 @@
 //     arrival.
 //   - setmaxnreg: a warpgroup that only loads gives its registers to those that compute.
 // What it costs: the code runs on no other card, older or newer.
+//
+// The file has the instructions, how tiles lie in shared memory, the forward pass, the backward
+// pass's main kernel, and their launches. Read the text above each pass first, then its consumer:
+// forward_consumer and BackwardConsumer do the arithmetic, the loaders only feed them.
 #include "flash.h"
 
 #ifdef __CUDACC__
@@ -54,7 +58,8 @@ DEVICE void mbarrier_wait(uint64_t* b, int parity) {
         "r"(parity)
         : "memory");
 }
-// Box (d, row, h, b) of the mapped tensor to shared memory; its bytes count towards the mbarrier.
+// Starts a copy of box (d, row, h, b) of the mapped tensor to shared memory; its bytes count
+// towards the mbarrier.
 DEVICE void tma_load(void* to, const CUtensorMap* map, uint64_t* b, int d, int row, int h,
                      int batch) {
     asm volatile(
@@ -64,7 +69,8 @@ DEVICE void tma_load(void* to, const CUtensorMap* map, uint64_t* b, int d, int r
         "l"(map), "r"(shared_address(b)), "r"(d), "r"(row), "r"(h), "r"(batch)
         : "memory");
 }
-// A tile of so many slabs from row `row` on; `more` bytes are to come beside it.
+// Starts copies of a tile of so many slabs, from row `row` on. The mbarrier expects its bytes and
+// `more`, which are to come beside it.
 template <int SLABS>
 DEVICE void tma_load_tile(char* to, int slab_bytes, const CUtensorMap* map, uint64_t* full, int row,
                           int h, int b, int more = 0) {
@@ -73,7 +79,8 @@ DEVICE void tma_load_tile(char* to, int slab_bytes, const CUtensorMap* map, uint
         tma_load(to + s * slab_bytes, map, full, s * SLAB, row, h, b);
     }
 }
-// `bytes` bytes (a multiple of 16, as both addresses are) to shared
+// Starts a copy of `bytes` bytes from global to shared memory; they count towards the mbarrier.
+// `bytes` and both addresses are multiples of 16.
 DEVICE void bulk_load(void* to, const void* from, int bytes, uint64_t* b) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
@@ -81,19 +88,18 @@ DEVICE void bulk_load(void* to, const void* from, int bytes, uint64_t* b) {
         "l"(from), "r"(bytes), "r"(shared_address(b))
         : "memory");
 }
-// What this thread stored to shared memory comes before what wgmma and TMA do there after the next
-// barrier.
+// Makes what this thread stored to shared memory visible to what wgmma and TMA do there after the
+// next barrier.
 DEVICE void shared_to_async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Four 8x8 matrices of 16-bit elements to shared memory, transposed: lane l gives the address of
-// row l%8 of matrix l/8, and holds of each matrix two neighbours of column l/4.
+// Stores four 8x8 matrices of 16-bit elements to shared memory, transposed: lane l gives the
+// address of row l%8 of matrix l/8, and holds of each matrix two neighbours of column l/4.
 DEVICE void stmatrix_x4_transposed(void* smem, const uint32_t (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
                      shared_address(smem)),
                  "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
 }
-// Before the first wgmma of a batch: what registers it reads and writes was written by ordinary
-// instructions.
+// Stands before the first wgmma of a batch, whose registers ordinary instructions have written.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Keeps the compiler from reading a result before the wait that is written in front of this.
@@ -101,17 +107,17 @@ template <int N>
 DEVICE void read_after_wait(float (&x)[N]) {
     for (int i = 0; i < N; i++) { asm volatile("" : "+f"(x[i])::"memory"); }
 }
-// Until at most the N newest batches are at work. `results` are the registers that the finished
-// ones wrote.
+// Waits until at most the N newest batches are at work. `results` are the registers that the
+// finished ones wrote.
 template <int N, int... COUNTS>
 DEVICE void wgmma_wait(float (&... results)[COUNTS]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
     (read_after_wait(results), ...);
 }
-// wgmma_wait<0>() that stays behind the arithmetic before it: ptxas moves a wait up to the last
-// branch, so here is one. All take it (`yes` is true, but only at run time), since what belongs to
-// wgmma has to be done by the whole warpgroup. The second wait is for the compiler: around the
-// branch products would still be at work.
+// Is a wgmma_wait<0>() that stays behind the arithmetic before it: ptxas moves a wait up to the
+// last branch, so here is one. All take it (`yes` is true, but only at run time), since what
+// belongs to wgmma has to be done by the whole warpgroup. The second wait is for the compiler:
+// around the branch products would still be at work.
 template <int COUNT>
 DEVICE void wgmma_wait_in_place(bool yes, float (&results)[COUNT]) {
     if (yes) { wgmma_wait<0>(); }
@@ -125,7 +131,8 @@ template <int N>
 DEVICE void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
-// Barriers 1 and up among whole warps; n counts the threads of both sides. `arrive` does not wait.
+// These are barriers 1 and up among whole warps; n counts the threads of both sides. `arrive` does
+// not wait.
 // (Not bar.sync, which is .aligned: the compiler would have to know that a warp's lanes are
 // together.)
 DEVICE void barrier_sync(int id, int n) {
@@ -135,8 +142,8 @@ DEVICE void barrier_arrive(int id, int n) {
     asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(n) : "memory");
 }
 
-// A descriptor of a tile (see "Tiles in shared memory") from its low word: 128-byte swizzle, 8 rows
-// are 1024 bytes.
+// Returns a tile's descriptor (see "Tiles in shared memory") from its low word: 128-byte swizzle, 8
+// rows are 1024 bytes.
 DEVICE uint64_t full_descriptor(uint32_t low) {
     return (uint64_t)(1u << 30 | 1024 / 16) << 32 | low;
 }
@@ -209,6 +216,11 @@ DEVICE uint32_t descriptor(const void* at, int lbo) {
     return (uint32_t)(lbo / 16) << 16 | (shared_address(at) & 0x3FFFF) / 16;
 }
 DEVICE uint32_t advance(uint32_t descriptor, int bytes) { return descriptor + bytes / 16; }
+// Returns the other stage's descriptor in a ring of two that starts at `first`, the one after
+// `stage` and before it: the two add up to 2 first + bytes / 16.
+DEVICE uint32_t other_stage(uint32_t first, uint32_t stage, int bytes) {
+    return advance(2 * first - stage, bytes);
+}
 
 // -------------------------------------------------------------------------------------------------
 // Forward. Roles in a block: one warpgroup loads (one thread of it), the others own 64 queries
@@ -231,9 +243,10 @@ DEVICE uint32_t advance(uint32_t descriptor, int bytes) { return descriptor + by
 // and what O has there is l. That spares an addition per element, and l is of the very weights that
 // V is multiplied with, rounded as they are.
 
-// 16 rows of a result, times a factor for each thread's two: through shared memory of the warp's
-// own (16 rows in each slab, swizzled as everywhere), then 16 bytes a thread to global
-// LOADED_AGAIN: TMA will write there later.
+// Stores 16 rows of a result, times a factor for each thread's two: first to shared memory of the
+// warp's own (16 rows in each slab, swizzled as everywhere), then 16 bytes a thread to global
+// memory, from row `first` on, as far as there are `rows`. LOADED_AGAIN: TMA will write to this
+// shared memory again, which the fence allows.
 template <int D, int SLAB_BYTES, bool LOADED_AGAIN, int N>
 DEVICE void store_rows(const Heads& to, int b, int h, int first, int rows, const float (&x)[N],
                        const float (&factor)[2], char* own, int lane) {
@@ -246,9 +259,11 @@ DEVICE void store_rows(const Heads& to, int b, int h, int first, int rows, const
         *(uint32_t*)(chunk(r, j / 4 * 8) + lane % 4 * 4) =
             pack(x[j] * factor[j % 4 / 2], x[j + 1] * factor[j % 4 / 2]);
     }
+
     // here, before the stores to global memory, for which it would wait
     if (LOADED_AGAIN) { shared_to_async_fence(); }
     __syncwarp();  // what the other lanes wrote is read below
+
     bf16* out = head_of<bf16>(to, b, h);
     for (int n = lane; n < 16 * (D / 8); n += WARP) {
         int r = n / (D / 8), d = n % (D / 8) * 8;
@@ -257,11 +272,14 @@ DEVICE void store_rows(const Heads& to, int b, int h, int first, int rows, const
     }
 }
 
-template <int HEAD, int WARPGROUPS, int LOADER_REGISTERS, int REGISTERS>
+template <int HEAD>
 struct HopperForward {
-    static constexpr int D = HEAD, groups = WARPGROUPS, Bq = 64 * WARPGROUPS, Bk = 128, stages = 2;
-    static constexpr int threads = 128 * (WARPGROUPS + 1);
-    static constexpr int loader_registers = LOADER_REGISTERS, registers = REGISTERS;  // of a thread
+    static constexpr int D = HEAD;
+    static constexpr bool small = D <= 64;  // then three warpgroups have registers enough
+    static constexpr int groups = small ? 3 : 2, Bq = 64 * groups, Bk = 128, stages = 2;
+    static constexpr int threads = 128 * (groups + 1);
+    // of a thread
+    static constexpr int loader_registers = small ? 32 : 40, registers = small ? 160 : 232;
     static constexpr int slabs = (D + SLAB - 1) / SLAB;
     static constexpr int q_slab = Bq * SLAB_ROW, k_slab = Bk * SLAB_ROW;  // bytes
     static constexpr int q_bytes = slabs * q_slab, k_bytes = slabs * k_slab;
@@ -271,7 +289,7 @@ struct HopperForward {
     // the swizzle needs.
     static constexpr int k_ring = 2 * q_bytes, v_ring = k_ring + stages * k_bytes;
     static constexpr size_t bytes = v_ring + stages * v_bytes + 1024;
-    static_assert(D % 16 == 0 && D <= 128 && groups > 1 && stages == 2);
+    static_assert(D % 16 == 0 && D <= 128 && stages == 2);
 };
 template <class Tile>
 struct alignas(8) ForwardBarriers {
@@ -288,8 +306,8 @@ __device__ int tiles_taken, blocks_done;
 struct QueryTile {
     int b, h, q0, k_tiles;  // q0: its first query; k_tiles: how many tiles of keys its queries see
 };
-// `order` is attention_grid()'s: its blocks, numbered in their order, are the tiles of queries that
-// are taken here.
+// Returns the tile of queries with this number. `order` is attention_grid()'s: its blocks, numbered
+// in their order, are the tiles of queries that are taken here.
 template <class Tile>
 DEVICE QueryTile query_tile(const AttentionArgs& a, dim3 order, int tile) {
     int head = tile / (order.x * order.y) * order.x + tile % order.x;
@@ -300,6 +318,8 @@ DEVICE QueryTile query_tile(const AttentionArgs& a, dim3 order, int tile) {
             (keys_seen(a.causal, q0 + Tile::Bq - 1, a.Tk) + Tile::Bk - 1) / Tile::Bk};
 }
 
+// Loads Q of one tile of queries after another, and K and V of the tiles of keys that it sees, each
+// into its ring as soon as all warpgroups have read what was there.
 template <class Tile>
 DEVICE void forward_loader(const AttentionArgs& a, dim3 order, int all, const CUtensorMap* q_map,
                            const CUtensorMap* k_map, const CUtensorMap* v_map,
@@ -314,6 +334,7 @@ DEVICE void forward_loader(const AttentionArgs& a, dim3 order, int all, const CU
             mbarrier_arrive(&bars.q_full[buffer]);
             break;
         }
+
         QueryTile q = query_tile<Tile>(a, order, tile);
         tma_load_tile<Tile::slabs>(q_tiles + buffer * Tile::q_bytes, Tile::q_slab, q_map,
                                    &bars.q_full[buffer], q.q0, q.h, q.b);
@@ -334,9 +355,9 @@ DEVICE void forward_loader(const AttentionArgs& a, dim3 order, int all, const CU
     if (atomicAdd(&blocks_done, 1) == (int)gridDim.x - 1) { tiles_taken = blocks_done = 0; }
 }
 
-// Step 2, lazy (see SLACK), and step 3's shrink, for this thread's queries `row` and row + 8. m is
-// kept times c = scale log2(e). base is what step 3 subtracts. MASKED: some query does not see all
-// keys of the tile, which are `key` and on.
+// Does step 2, lazy (see SLACK), and step 3's shrink, for this thread's queries `row` and row + 8.
+// m is kept times c = scale log2(e). base is what step 3 subtracts. MASKED: some query does not see
+// all keys of the tile, which are `key` and on.
 template <class Tile, bool MASKED>
 DEVICE void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[2], float (&l)[2], float (&base)[2],
                        float (&shrink)[2], float c, const AttentionArgs& a, int row, int key) {
@@ -347,6 +368,7 @@ DEVICE void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[2], float (&l)[2], f
             if (column >= a.Tk || (a.causal && column > query)) { s[n] = -INFINITY; }
         }
     }
+
     for (int r = 0; r < 2; r++) {
         float larger = s[2 * r];
         for (int n = 0; n < Tile::Bk / 2; n += 4) {
@@ -354,6 +376,7 @@ DEVICE void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[2], float (&l)[2], f
         }
         larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 1));
         larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 2));
+
         float before = m[r];
         m[r] = larger * c > before + SLACK ? larger * c : before;
         base[r] = MASKED && m[r] == -INFINITY ? 0 : m[r];  // no key yet: -inf - -inf is NaN
@@ -361,7 +384,8 @@ DEVICE void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[2], float (&l)[2], f
         l[r] *= shrink[r];
     }
 }
-// Step 3's P for these columns of S, unpacked; and step 4 where the tensor cores do not do it.
+// Does step 3 for the columns [from, to) of S, which become P, unpacked; and step 4 where the
+// tensor cores do not do it.
 template <class Tile>
 DEVICE void exponentials(float (&s)[Tile::Bk / 2], float (&l)[2], const float (&base)[2], float c,
                          int from, int to) {
@@ -381,7 +405,7 @@ DEVICE void pack_all(uint32_t (&p)[N / 8][4], const float (&s)[N]) {
     }
 }
 
-// Step 6, but for the division of O: l becomes the whole row's, and L is stored.
+// Does step 6 but for the division of O: makes l the whole row's, and stores L.
 template <class Tile>
 DEVICE void store_L(const AttentionArgs& a, int b, int h, int first,
                     const float (&o)[Tile::o_columns / 2], const float (&m)[2], float (&l)[2],
@@ -400,6 +424,8 @@ DEVICE void store_L(const AttentionArgs& a, int b, int h, int first,
     }
 }
 
+// Computes O and L of a warpgroup's 64 queries in one tile of queries after another. One step takes
+// a tile of keys: `scores` and `add_values` only start their products, the waits follow.
 template <class Tile>
 DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
                              ForwardBarriers<Tile>& bars, char* dynamic, int warpgroup) {
@@ -408,13 +434,11 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
     char* q_tiles = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
     int t = threadIdx.x % 128, warp = t / WARP, lane = t % WARP;
     float c = a.scale * LOG2_E;
-    uint32_t k_at = descriptor(q_tiles + Tile::k_ring, 16),
-             v_at = descriptor(q_tiles + Tile::v_ring, Tile::k_slab);
-    // of the tile to be read next: they swap between the two stages
-    uint32_t k_next = k_at, v_next = v_at;
-    uint32_t k_read = 0, v_read = 0;  // read so far
-    // the first of the barriers at which a warpgroup waits for its turn
-    constexpr int TURN = 1;
+    uint32_t k_at = descriptor(q_tiles + Tile::k_ring, 16);
+    uint32_t v_at = descriptor(q_tiles + Tile::v_ring, Tile::k_slab);
+    uint32_t k_next = k_at, v_next = v_at;  // of the tile to be read next
+    uint32_t k_read = 0, v_read = 0;        // how many tiles have been read
+    constexpr int TURN = 1;  // the first of the barriers at which a warpgroup waits for its turn
     if (warpgroup == Tile::groups - 1) { barrier_arrive(TURN, 256); }
 #pragma unroll 1
     for (int served = 0;; served++) {
@@ -422,6 +446,7 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
         mbarrier_wait(&bars.q_full[buffer], served / 2 % 2);
         int tile = __shfl_sync(0xffffffff, bars.tile[buffer], 0);  // uniform, for the compiler
         if (tile >= all) { break; }
+
         QueryTile q = query_tile<Tile>(a, order, tile);
         int first = q.q0 + warpgroup * 64;
         int row = first + warp * 16 + lane / 4;  // this thread's queries: row and row + 8
@@ -443,7 +468,8 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
                          advance(k_next, slab * Tile::k_slab + in_slab), d > 0);
             }
             wgmma_commit();
-            k_read++, k_next = advance(2 * k_at - k_next, Tile::k_bytes);
+            k_read++;
+            k_next = other_stage(k_at, k_next, Tile::k_bytes);
         };
         auto add_values = [&] {  // step 5's O += P V, of this tile
             mbarrier_wait(&bars.v_full[v_read % stages], v_read / stages % 2);
@@ -452,7 +478,8 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
                 wgmma(o, p[k], advance(v_next, k * 16 * SLAB_ROW), true);
             }
             wgmma_commit();
-            v_read++, v_next = advance(2 * v_at - v_next, Tile::v_bytes);
+            v_read++;
+            v_next = other_stage(v_at, v_next, Tile::v_bytes);
         };
         auto release = [&](uint64_t* empty, uint32_t read) {  // the last of so many tiles
             if (t == 0) { mbarrier_arrive(&empty[(read - 1) % stages]); }
@@ -488,11 +515,13 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
             exponentials<Tile>(s, l, base, c, Bk / 4, Bk);
             pack_all(p, s);
         };
+
         int from_end = 1;
 #pragma unroll 1
         for (; from_end < masked_end; from_end++) { step(from_end, std::true_type()); }
 #pragma unroll 1
         for (; from_end < q.k_tiles; from_end++) { step(from_end, std::false_type()); }
+
         add_values();
         wgmma_wait<0>(o);
         release(bars.v_empty, v_read);
@@ -506,6 +535,8 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
     if (warpgroup == 0) { barrier_sync(TURN, 256); }  // each arrival has been waited for
 }
 
+// Runs the forward: sets up the barriers and V's columns of ones, then gives each warpgroup its
+// role.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::threads, 1)
     hopper_forward_kernel(AttentionArgs a, dim3 order, const __grid_constant__ CUtensorMap q_map,
@@ -520,12 +551,14 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; i++) {
-            mbarrier_init(&bars.q_full[i], 1), mbarrier_init(&bars.q_empty[i], 4 * Tile::groups);
+            mbarrier_init(&bars.q_full[i], 1);
+            mbarrier_init(&bars.q_empty[i], 4 * Tile::groups);
         }
         for (int i = 0; i < Tile::stages; i++) {
-            mbarrier_init(&bars.k_full[i], 1), mbarrier_init(&bars.v_full[i], 1);
-            mbarrier_init(&bars.k_empty[i], Tile::groups),
-                mbarrier_init(&bars.v_empty[i], Tile::groups);
+            mbarrier_init(&bars.k_full[i], 1);
+            mbarrier_init(&bars.v_full[i], 1);
+            mbarrier_init(&bars.k_empty[i], Tile::groups);
+            mbarrier_init(&bars.v_empty[i], Tile::groups);
         }
         mbarrier_init_fence();
     }
@@ -568,22 +601,23 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 // Step 12 lags one tile behind the others, so that nobody waits for the other warpgroup's half of
 // dS: it has long been written. The two need not be at the same point, and one's exponentials run
 // under the other's products.
-template <int HEAD, int QUERIES>
+template <int HEAD>
 struct HopperBackward {
-    static constexpr int D = HEAD, Bq = QUERIES, Bk = 128, stages = 2, threads = 3 * 128;
+    static constexpr int D = HEAD, Bq = D <= 64 ? 128 : 64, Bk = 128;
+    static constexpr int stages = 2, threads = 3 * 128;
     static constexpr int loader_registers = 24, registers = 240;  // of a thread
     static constexpr int slabs = (D + SLAB - 1) / SLAB;
     static constexpr int k_slab = Bk * SLAB_ROW, q_slab = Bq * SLAB_ROW;  // bytes
-    static constexpr int k_bytes = slabs * k_slab, q_bytes = slabs * q_slab,
-                         ds_bytes = Bk / SLAB * q_slab;
+    static constexpr int k_bytes = slabs * k_slab, q_bytes = slabs * q_slab;
+    static constexpr int ds_bytes = Bk / SLAB * q_slab;
     static constexpr int stats_bytes = Bq * sizeof(float2), dq_columns = D < 64 ? D : 64;
     // dS is doubled: while one tile's is read, the next is written.
     static constexpr size_t bytes =
         2 * k_bytes + 2 * stages * q_bytes + 2 * ds_bytes + stages * stats_bytes + 1024;
-    static_assert(D % 16 == 0 && D <= 128 && (Bq == 64 || Bq == 128));
+    static_assert(D % 16 == 0 && D <= 128);
 };
-// p's two numbers times x and y, packed. x and y are rounded first: two elements are then two
-// instructions, not five.
+// Returns p's two numbers times x and y, packed. x and y are rounded first: two elements are then
+// two instructions, not five.
 DEVICE uint32_t multiply_packed(uint32_t p, float x, float y) {
     uint32_t xy = pack(x, y), product;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(p), "r"(xy));
@@ -603,6 +637,8 @@ struct KeyTile {
     int begin, q_tiles;  // the first tile of queries that see some of its keys, and how many do
 };
 
+// Loads K and V of this tile, and one tile of Q, L, D and dO after another, each into its ring as
+// soon as both warpgroups have read what was there.
 template <class Tile>
 DEVICE void backward_loader(const BackwardWorkspace& w, const CUtensorMap* q_map,
                             const CUtensorMap* k_map, const CUtensorMap* v_map,
@@ -616,6 +652,7 @@ DEVICE void backward_loader(const BackwardWorkspace& w, const CUtensorMap* q_map
         tma_load_tile<Tile::slabs>(ring + i % stages * Tile::q_bytes, Tile::q_slab, map,
                                    &full[i % stages], (tile.begin + i) * Bq, tile.h, tile.b, more);
     };
+
     load_own(memory.k_tile, k_map, &bars.k_full);
     for (int i = 0; i < tile.q_tiles; i++) {
         int stage = i % stages, phase = i / stages % 2;
@@ -656,21 +693,21 @@ struct BackwardConsumer {
     // this thread's keys: row and row + 8
     int first = tile.k0 + warpgroup * 64, row = first + warp * 16 + lane / 4;
     float c = a.scale * LOG2_E;
-    uint32_t k_at = descriptor(memory.k_tile + warpgroup * 64 * SLAB_ROW, 16),
-             v_at = descriptor(memory.v_tile + warpgroup * 64 * SLAB_ROW, 16),
-             q_at = descriptor(memory.q_ring, Tile::q_slab),
-             dO_at = descriptor(memory.dO_ring, Tile::q_slab);
+    uint32_t k_at = descriptor(memory.k_tile + warpgroup * 64 * SLAB_ROW, 16);
+    uint32_t v_at = descriptor(memory.v_tile + warpgroup * 64 * SLAB_ROW, 16);
+    uint32_t q_at = descriptor(memory.q_ring, Tile::q_slab);
+    uint32_t dO_at = descriptor(memory.dO_ring, Tile::q_slab);
     // Each warpgroup computes 64 queries of dQ, or where a tile has no more, 64 columns of all.
     int dq_query = Bq == 64 ? 0 : warpgroup * 64, dq_column = Bq == 64 ? warpgroup * 64 : 0;
-    uint32_t ds_at = descriptor(memory.ds_tiles + dq_query * SLAB_ROW, 16),
-             k_all = descriptor(memory.k_tile + dq_column / SLAB * Tile::k_slab, 16);
+    uint32_t ds_at = descriptor(memory.ds_tiles + dq_query * SLAB_ROW, 16);
+    uint32_t k_all = descriptor(memory.k_tile + dq_column / SLAB * Tile::k_slab, 16);
     int dq_blocks = min(Tile::dq_columns, D - dq_column) / 8;  // of 8 columns
     int64_t block =
         (((int64_t)tile.head * w.rows + tile.begin * Bq + dq_query) / 16 + warp) * (D / 8) +
         dq_column / 8;
     float4* first_dq = (float4*)w.dq + block * WARP + lane;
 
-    // x = (add ? x : 0) + own rows times a streamed tile, transposed
+    // Starts x = (add ? x : 0) + own rows times a streamed tile, transposed.
     DEVICE void rows_times_rows(Scores& x, uint32_t own, uint32_t streamed, bool add) {
         wgmma_fence();
         for (int d = 0; d < D; d += 16) {
@@ -680,11 +717,12 @@ struct BackwardConsumer {
         }
         wgmma_commit();
     }
-    DEVICE void scores(int i) {  // step 8's S
+    // Starts step 8's S of tile i.
+    DEVICE void scores(int i) {
         mbarrier_wait(&bars.q_full[i % stages], i / stages % 2);
         rows_times_rows(s, k_at, advance(q_at, i % stages * Tile::q_bytes), false);
     }
-    // sum += x times a streamed tile
+    // Starts sum += x times a streamed tile.
     DEVICE void add_product(float (&sum)[D / 2], const Packed& x, uint32_t streamed) {
         wgmma_fence();
         for (int k = 0; k < Bq / 16; k++) {
@@ -692,7 +730,8 @@ struct BackwardConsumer {
         }
         wgmma_commit();
     }
-    DEVICE void start_dq(DqPart& dq, int i) {  // step 12's product
+    // Starts step 12's product for tile i.
+    DEVICE void start_dq(DqPart& dq, int i) {
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < Bk / 16; k++) {
@@ -702,7 +741,8 @@ struct BackwardConsumer {
         }
         wgmma_commit();
     }
-    // Step 12's sum, in global memory, where a warp's 16 rows and 8 columns are 128 neighbours.
+    // Does step 12's sum, in global memory, where a warp's 16 rows and 8 columns are 128
+    // neighbours.
     DEVICE void add_dq(const DqPart& dq, int i) {
         float4* to = first_dq + (int64_t)i * (Bq / 16 * (D / 8) * WARP);
         for (int n = 0; n < Tile::dq_columns / 8; n++) {
@@ -712,6 +752,7 @@ struct BackwardConsumer {
             }
         }
     }
+
     // There is room for two tiles of dS. Each warpgroup tells the other that its half of tile i is
     // there, and that dQ of tile i has been computed from it. Two barriers each, since one may be a
     // tile ahead of the other.
@@ -720,7 +761,7 @@ struct BackwardConsumer {
     DEVICE void give_back_ds(int i) { barrier_arrive(6 + 2 * warpgroup + (i & 1), 256); }
     DEVICE void await_ds_back(int i) { barrier_sync(6 + 2 * (warpgroup ^ 1) + (i & 1), 256); }
 
-    // Two queries' L, then their D: stats is the tile's, n a column of the scores.
+    // These return two queries' L, and their D: stats is the tile's, n a column of the scores.
     DEVICE float2 L_of(const float4* stats, int n) {
         return *(const float2*)&stats[n + lane % 4].x;
     }
@@ -730,7 +771,8 @@ struct BackwardConsumer {
     DEVICE void load_early_L(EarlyL& early_L, const float4* stats) {
         for (int n = EARLY; n < Bq / 2; n += 4) { early_L[(n - EARLY) / 4] = L_of(stats, n); }
     }
-    // Step 8's P for these queries of the tile from q0 on, packed, from the last.
+    // Does step 8's P for the queries [from, to) of the tile that starts at q0, packed, from the
+    // last.
     template <bool MASKED>
     DEVICE void exponentials(Packed& p, int q0, const float4* stats, const EarlyL& early_L,
                              int from, int to) {
@@ -749,7 +791,7 @@ struct BackwardConsumer {
             }
         }
     }
-    // Step 11 from P and dP - D, to registers for dK and to shared memory for dQ.
+    // Does step 11 from P and dP - D: dS goes to registers for dK and to shared memory for dQ.
     DEVICE void make_ds(Packed& ds, const Packed& p, const Scores& dp, int i) {
         char* ds_tile = memory.ds_tiles + (i & 1) * Tile::ds_bytes + warpgroup * Tile::q_slab;
 #pragma unroll
@@ -766,9 +808,9 @@ struct BackwardConsumer {
             stmatrix_x4_transposed(ds_tile + query * SLAB_ROW + (chunk ^ lane % 8) * 16, ds[k]);
         }
     }
-    // One thread for its warpgroup: the four warps do their products together, and have read L and
-    // D, which q_empty gives back, too, before the barrier_sync in await_ds() or await_ds_back(),
-    // where all 128 threads meet.
+    // One thread gives a stage back for its warpgroup: the four warps do their products together,
+    // and have read L and D, which q_empty gives back, too, before the barrier_sync in await_ds()
+    // or await_ds_back(), where all 128 threads meet.
     DEVICE void release(int stage) {
         if (t == 0) {
             mbarrier_arrive(&bars.dO_empty[stage]);
@@ -788,17 +830,21 @@ struct BackwardConsumer {
         Scores dp;
         for (int n = 0; n < Bq / 2; n += 4) {
             float2 Di = D_of(stats, n);
-            dp[n] = dp[n + 2] = -Di.x, dp[n + 1] = dp[n + 3] = -Di.y;
+            dp[n] = dp[n + 2] = -Di.x;
+            dp[n + 1] = dp[n + 3] = -Di.y;
         }
+
         mbarrier_wait(&bars.dO_full[stage], i / stages % 2);
         // step 10, and step 11's - D
         rows_times_rows(dp, v_at, advance(dO_at, stage * Tile::q_bytes), true);
+
         Packed p, ds;
         exponentials<MASKED>(p, q0, stats, early_L, Bq / 4, Bq);
         // for dP; ptxas moves the last quarter of the exponentials behind the first wgmma of dQ
         wgmma_wait<0>();
         read_after_wait(dp);
         exponentials<MASKED>(p, q0, stats, early_L, 0, Bq / 4);
+
         await_ds(i - 1);
         start_dq(s, i - 1);
         add_product(dv, p, advance(dO_at, stage * Tile::q_bytes));  // step 9
@@ -808,6 +854,7 @@ struct BackwardConsumer {
         shared_to_async_fence();
         give_ds(i);
         if (i > 0) { add_dq(s, i - 1); }
+
         add_product(dk, ds, advance(q_at, stage * Tile::q_bytes));  // step 13
         // at the end the last tile's again, unused: a branch costs more
         scores(min(i + 1, tile.q_tiles - 1));
@@ -826,6 +873,7 @@ struct BackwardConsumer {
         Scores dp;
         mbarrier_wait(&bars.dO_full[stage], i / stages % 2);
         rows_times_rows(dp, v_at, advance(dO_at, stage * Tile::q_bytes), false);  // step 10
+
         Packed p, ds;
         exponentials<MASKED>(p, q0, stats, early_L, 0, Bq);
         // loaded all at once: between the stores of dS each load would be waited for
@@ -833,12 +881,14 @@ struct BackwardConsumer {
         for (int n = 0; n < Bq / 2; n += 4) { all_D[n / 4] = D_of(stats, n); }
         wgmma_wait_in_place(a.Tk > 0, dp);
         for (int n = 0; n < Bq / 2; n++) { dp[n] -= n % 2 ? all_D[n / 4].y : all_D[n / 4].x; }
+
         add_product(dv, p, advance(dO_at, stage * Tile::q_bytes));  // step 9
         await_ds_back(i - 2);
         make_ds(ds, p, dp, i);
         // it would wait for additions that were just started, so they come later
         shared_to_async_fence();
         give_ds(i);
+
         DqPart dq;
         await_ds(i - 1);
         start_dq(dq, i - 1);
@@ -846,6 +896,7 @@ struct BackwardConsumer {
         wgmma_wait<2>(dv);                                          // P's registers are free
         // at the end the last tile's again, unused: a branch costs more
         scores(min(i + 1, tile.q_tiles - 1));
+
         wgmma_wait<2>(dq);
         give_back_ds(i - 1);
         if (i > 0) { add_dq(dq, i - 1); }
@@ -862,6 +913,8 @@ struct BackwardConsumer {
     }
 };
 
+// Computes dK and dV of a warpgroup's 64 keys, tile of queries by tile, and its part of each tile's
+// dQ.
 template <class Tile>
 DEVICE void backward_consumer(const AttentionArgs& a, const BackwardWorkspace& w,
                               BackwardBarriers<Tile>& bars, const BackwardMemory& memory,
@@ -870,6 +923,7 @@ DEVICE void backward_consumer(const AttentionArgs& a, const BackwardWorkspace& w
     float s[Bq / 2], dk[D / 2] = {}, dv[D / 2] = {};
     BackwardConsumer<Tile> consumer{a, w, bars, memory, tile, warpgroup, s, dk, dv};
     const int first = consumer.first, end = tile.q_tiles;
+
     if (end > 0) {
         mbarrier_wait(&bars.k_full, 0);
         consumer.scores(0);
@@ -878,15 +932,18 @@ DEVICE void backward_consumer(const AttentionArgs& a, const BackwardWorkspace& w
         consumer.give_ds(-1);  // of no tile: what comes of it is not used
         if (Bq == 128) { consumer.give_back_ds(-2); }
     }
+
     // Causal: the first tiles hold queries that do not see all of this warpgroup's keys.
-    int masked_end = first + 64 > a.Tk ? end
-                     : a.causal        ? min(end, (first + 63 + Bq - 1) / Bq - tile.begin)
-                                       : 0;
+    int masked_end = end;
+    if (first + 64 <= a.Tk) {
+        masked_end = a.causal ? min(end, (first + 63 + Bq - 1) / Bq - tile.begin) : 0;
+    }
     int i = 0;
 #pragma unroll 1
     for (; i < masked_end; i++) { consumer.template step<true>(i); }
 #pragma unroll 1
     for (; i < end; i++) { consumer.template step<false>(i); }
+
     if (end > 0) {
         if (Bq == 128) { consumer.await_ds_back(end - 2); }  // each arrival has been waited for
         float dq[Tile::dq_columns / 2];
@@ -895,9 +952,10 @@ DEVICE void backward_consumer(const AttentionArgs& a, const BackwardWorkspace& w
         wgmma_wait<0>(dq);
         consumer.add_dq(dq, end - 1);
     }
+
     barrier_sync(5, 256);  // K is no longer read by the other warpgroup
-    const int warp_row = first + consumer.warp * 16,
-              rows = (warpgroup * 64 + consumer.warp * 16) * SLAB_ROW;
+    const int warp_row = first + consumer.warp * 16;
+    const int rows = (warpgroup * 64 + consumer.warp * 16) * SLAB_ROW;
     float scale[2] = {a.scale, a.scale}, one[2] = {1, 1};
     store_rows<D, Tile::k_slab, false>(a.dk, tile.b, tile.h, warp_row, a.Tk, dk, scale,
                                        memory.k_tile + rows, consumer.lane);
@@ -905,6 +963,8 @@ DEVICE void backward_consumer(const AttentionArgs& a, const BackwardWorkspace& w
                                        memory.v_tile + rows, consumer.lane);
 }
 
+// Runs the backward for one tile of keys per block: sets up shared memory and the barriers, then
+// gives each warpgroup its role.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::threads, 1)
     hopper_backward_kernel(AttentionArgs a, BackwardWorkspace w,
@@ -931,10 +991,13 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     let_next_kernel_start();
 
     if (threadIdx.x == 0) {
-        mbarrier_init(&bars.k_full, 1), mbarrier_init(&bars.v_full, 1);
+        mbarrier_init(&bars.k_full, 1);
+        mbarrier_init(&bars.v_full, 1);
         for (int i = 0; i < stages; i++) {
-            mbarrier_init(&bars.q_full[i], 1), mbarrier_init(&bars.dO_full[i], 1);
-            mbarrier_init(&bars.q_empty[i], 2), mbarrier_init(&bars.dO_empty[i], 2);
+            mbarrier_init(&bars.q_full[i], 1);
+            mbarrier_init(&bars.dO_full[i], 1);
+            mbarrier_init(&bars.q_empty[i], 2);
+            mbarrier_init(&bars.dO_empty[i], 2);
         }
         mbarrier_init_fence();
     }
@@ -954,12 +1017,14 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 #endif
 }
 
-// How TMA sees x [B,H,T,D]: boxes of `rows` rows and 64 columns; beyond T and D it reads zeros.
+// Returns how TMA is to see x [B,H,T,D]: boxes of `rows` rows and 64 columns; beyond T and D it
+// reads zeros.
 static CUtensorMap tensor_map(const Tensor& x, int rows) {
     // the driver's, which we do not link
     static const auto encode = (decltype(&cuTensorMapEncodeTiled))dlsym(
         dlopen("libcuda.so.1", RTLD_LAZY), "cuTensorMapEncodeTiled");
     if (!encode) { fail("the driver has no cuTensorMapEncodeTiled"); }
+
     CUtensorMap map;
     cuuint64_t size[4], stride[3];  // from the last dimension to the first
     for (int i = 0; i < 4; i++) { size[i] = x.dim(3 - i); }
@@ -981,12 +1046,12 @@ static void launch_forward(const AttentionTensors& t) {
            tensor_map(t.q, Tile::Bq), tensor_map(t.k, Tile::Bk), tensor_map(t.v, Tile::Bk));
 }
 static void forward(const AttentionTensors& t) {
-    switch (t.q.dim(3)) {  // <D, warpgroups, the loader's registers, the others'>
-        case 16: return launch_forward<HopperForward<16, 3, 32, 160>>(t);
-        case 32: return launch_forward<HopperForward<32, 3, 32, 160>>(t);
-        case 64: return launch_forward<HopperForward<64, 3, 32, 160>>(t);
-        case 80: return launch_forward<HopperForward<80, 2, 40, 232>>(t);
-        default: return launch_forward<HopperForward<128, 2, 40, 232>>(t);
+    switch (t.q.dim(3)) {
+        case 16: return launch_forward<HopperForward<16>>(t);
+        case 32: return launch_forward<HopperForward<32>>(t);
+        case 64: return launch_forward<HopperForward<64>>(t);
+        case 80: return launch_forward<HopperForward<80>>(t);
+        default: return launch_forward<HopperForward<128>>(t);
     }
 }
 
@@ -1001,17 +1066,16 @@ static void launch_backward(const AttentionTensors& t) {
     backward_end<Tile::D>(a, w);
 }
 static void backward(const AttentionTensors& t) {
-    switch (t.q.dim(3)) {  // <D, Bq>
-        case 16: return launch_backward<HopperBackward<16, 128>>(t);
-        case 32: return launch_backward<HopperBackward<32, 128>>(t);
-        case 64: return launch_backward<HopperBackward<64, 128>>(t);
-        case 80: return launch_backward<HopperBackward<80, 64>>(t);
-        default: return launch_backward<HopperBackward<128, 64>>(t);
+    switch (t.q.dim(3)) {
+        case 16: return launch_backward<HopperBackward<16>>(t);
+        case 32: return launch_backward<HopperBackward<32>>(t);
+        case 64: return launch_backward<HopperBackward<64>>(t);
+        case 80: return launch_backward<HopperBackward<80>>(t);
+        default: return launch_backward<HopperBackward<128>>(t);
     }
 }
 static bool takes(DType t, int64_t D) {
-    static const bool runs_here =
-        compiled_for(hopper_forward_kernel<HopperForward<64, 3, 32, 160>>) == 90;
+    static const bool runs_here = compiled_for(hopper_forward_kernel<HopperForward<64>>) == 90;
     return t == BF16 && flash_head_size(D) && runs_here;
 }
 static const AddRow<AttentionImpl> row({"hopper", CUDA, 60, takes, nullptr, forward, backward});
