@@ -3,7 +3,8 @@
 // A launch costs the CPU some 2 us and what leads to it more; a small model's kernels take less
 // than that each. A graph launches all its kernels at once and leaves shorter gaps between them.
 // The first step of a kind is a rehearsal (see StepPlaces), the second is captured, and from then
-// on the same kernels run on the same buffers.
+// on the same kernels run on the same buffers. Read forward_backward_by_graphs first, then
+// graphs_or, which decides which of the three a step is.
 #include "cs336.h"
 #include "lib/gpu.h"
 
@@ -19,12 +20,16 @@ struct StepPlaces : Places {
     std::vector<Place> places;      // in the order of allocation
     int events = 0;                 // the clock
     size_t next = 0;                // with a block: the place to be taken next
+
+    // Takes the next place. Returns its number, and with a block sets *at to its address.
     size_t take(size_t bytes, void** at) override {
-        bytes = (bytes + 511) / 512 * 512;
+        constexpr size_t UNIT = 512;
+        bytes = (bytes + UNIT - 1) / UNIT * UNIT;
         if (!block) {
             places.push_back({bytes, 0, events++, INT_MAX});
             return places.size() - 1;
         }
+
         if (next == places.size() || places[next].bytes != bytes) {
             fail("a step allocates otherwise than its rehearsal: %zu bytes as number %zu", bytes,
                  next);
@@ -35,17 +40,20 @@ struct StepPlaces : Places {
     void give(size_t number) override {
         if (!block) { places[number].to = events++; }
     }
-    // Right after the rehearsal: sets the offsets and returns the block's bytes. First what stays,
-    // as gradients do, then the largest; each at the lowest offset where nothing lies that is there
-    // at the same time. At the handout's sizes the block is 0 to 4 % larger than what is held at
-    // most.
+
+    // Sets the offsets, right after the rehearsal, and returns the block's bytes. It places first
+    // what stays, as gradients do, then the largest; each at the lowest offset where nothing lies
+    // that is there at the same time. At the handout's sizes the block is 0 to 4 % larger than what
+    // is held at most.
     size_t plan() {
         std::vector<Place*> order, placed;
         for (Place& p : places) { order.push_back(&p); }
         std::stable_sort(order.begin(), order.end(), [](const Place* a, const Place* b) {
             bool a_stays = a->to == INT_MAX, b_stays = b->to == INT_MAX;
-            return a_stays != b_stays ? a_stays : !a_stays && a->bytes > b->bytes;
+            if (a_stays != b_stays) { return a_stays; }
+            return !a_stays && a->bytes > b->bytes;
         });
+
         size_t end = 0;
         for (Place* p : order) {
             p->offset = 0;
@@ -54,19 +62,20 @@ struct StepPlaces : Places {
                 if (other->offset >= p->offset + p->bytes) { break; }
                 p->offset = std::max(p->offset, other->offset + other->bytes);
             }
-            placed.insert(std::upper_bound(placed.begin(), placed.end(), p,
-                                           [](auto* a, auto* b) { return a->offset < b->offset; }),
-                          p);
+            auto lies_before = [](auto* a, auto* b) { return a->offset < b->offset; };
+            placed.insert(std::upper_bound(placed.begin(), placed.end(), p, lies_before), p);
             end = std::max(end, p->offset + p->bytes);
         }
         return end;
     }
 };
 
-// of this process, for tests: two for each captured step, one for a forward alone
+// counts the launches of this process, for tests: two for each captured step, one for a forward
+// alone
 int graph_launches = 0;
 
 #ifdef __CUDACC__
+// A step of one kind: its rehearsal at first, and its graphs once it was captured.
 struct StepGraphs {
     std::shared_ptr<StepPlaces> places = std::make_shared<StepPlaces>();
     size_t bytes = 0;  // that their block has to have
@@ -81,12 +90,15 @@ struct StepGraphs {
         if (backward) { cudaGraphExecDestroy(backward); }
     }
 };
+
+// Returns as text all that a captured step has built in. A step of another kind needs new graphs.
 static std::string kind_of_step(const Model& model, const char* what, const Tensor& tokens,
                                 float loss_scale) {
     return strprintf("%s %s %d %d %s %d %g %d %p", what, to_string(tokens.shape).c_str(),
                      context.precision, context.recompute, name_of(context.checkpoint).c_str(),
                      context.head_chunk, loss_scale, model.split, (void*)model.rope.data);
 }
+// Returns the kernels of `work` as a graph; they are not run. Its buffers are those of `places`.
 static cudaGraphExec_t capture(const std::shared_ptr<StepPlaces>& places,
                                const std::function<void()>& work) {
     cudaGraph_t graph = nullptr;
@@ -98,11 +110,13 @@ static cudaGraphExec_t capture(const std::shared_ptr<StepPlaces>& places,
         throw;
     }
     CUDA_CHECK(cudaStreamEndCapture(stream(), &graph));
+
     cudaGraphExec_t executable;
     CUDA_CHECK(cudaGraphInstantiate(&executable, graph, 0));
     CUDA_CHECK(cudaGraphDestroy(graph));
     return executable;
 }
+
 static void launch(cudaGraphExec_t graph, const char* name) {
     Range range(name);
     CUDA_CHECK(cudaGraphLaunch(graph, stream()));
@@ -112,8 +126,9 @@ static void copy_in_stream(const Tensor& to, const Tensor& from) {
     CUDA_CHECK(cudaMemcpyAsync(to.data, from.data, to.size() * size_of(to.dtype), cudaMemcpyDefault,
                                stream()));
 }
-// The graphs of this kind of step, to be captured or launched. Null: `by_launches` has done the
-// step, as the rehearsal or because there is no room for the graphs' block.
+
+// Returns the graphs of this kind of step, to be captured or launched. Null: `by_launches` has done
+// the step, as the rehearsal or because there is no room for the graphs' block.
 static StepGraphs* graphs_or(Model& model, const std::string& kind, const Shape& tokens,
                              const std::function<void()>& by_launches) {
     if (!model.kept || ((StepGraphs*)model.kept.get())->kind != kind) {
@@ -126,6 +141,7 @@ static StepGraphs* graphs_or(Model& model, const std::string& kind, const Shape&
         model.kept = rehearsal;
         return nullptr;
     }
+
     StepGraphs& g = *(StepGraphs*)model.kept.get();
     if (!g.forward && !g.too_large) {
         give_back_cached_memory();  // the rehearsal's buffers
@@ -141,6 +157,9 @@ static StepGraphs* graphs_or(Model& model, const std::string& kind, const Shape&
     }
     return &g;
 }
+
+// Does a training step's two passes and returns the loss, as forward_backward() does, which it is
+// in place of.
 static Tensor forward_backward_by_graphs(Model& model, const Batch& batch, float loss_scale,
                                          const std::function<void()>& between) {
     zero_gradients(model);
@@ -154,6 +173,7 @@ static Tensor forward_backward_by_graphs(Model& model, const Batch& batch, float
         backward_from_loss(model, loss, loss_scale);
     });
     if (!g) { return result; }
+
     if (!g->forward) {
         g->loss = empty({}, F32);
         Tensor loss;
@@ -171,23 +191,29 @@ static Tensor forward_backward_by_graphs(Model& model, const Batch& batch, float
             if (t.gradient->filled) { g->gradients.push_back({t.gradient, t.gradient->value}); }
         }
     }
-    copy_in_stream(g->batch.tokens, batch.tokens), copy_in_stream(g->batch.targets, batch.targets);
+
+    copy_in_stream(g->batch.tokens, batch.tokens);
+    copy_in_stream(g->batch.targets, batch.targets);
     launch(g->forward, "forward");
     between();
     launch(g->backward, "backward");
+
     drop_weight_copies(model.slots);
-    for (const auto& gradient : g->gradients) {
-        gradient.first->value = gradient.second, gradient.first->filled = true;
+    for (const auto& [gradient, value] : g->gradients) {
+        gradient->value = value;
+        gradient->filled = true;
     }
     copy_in_stream(result, g->loss);
     return result;
 }
+// Returns the logits of a forward without a tape, in a buffer that the next call overwrites.
 static Tensor infer_by_graph(Model& model, const Tensor& tokens) {
     make_ready(model, tokens.dim(1));
     Tensor logits;
     StepGraphs* g = graphs_or(model, kind_of_step(model, "forward", tokens, 1), tokens.shape,
                               [&] { logits = forward(model, tokens); });
     if (!g) { return logits; }
+
     if (!g->forward) {
         g->forward = capture(g->places, [&] { g->logits = forward(model, g->batch.tokens); });
     }
@@ -195,14 +221,16 @@ static Tensor infer_by_graph(Model& model, const Tensor& tokens) {
     launch(g->forward, "forward");
     return g->logits;
 }
-// With an arena somebody may wait for single gradients, and whoever watches wants to see single
-// kernels.
+// Tells whether steps in this context go by graphs. With an arena they do not, since somebody may
+// wait for single gradients; and whoever watches wants to see single kernels.
 static bool by_graphs(const Model& model) {
     return context.mode == FLASH && context.device == CUDA && !context.each_launch &&
            !model.gradients;
 }
+// Enters these ways where the program starts; nobody reads `entered`.
 [[maybe_unused]] static const bool entered = [] {
-    fast_ways.graphs_take = by_graphs, fast_ways.forward_backward = forward_backward_by_graphs;
+    fast_ways.graphs_take = by_graphs;
+    fast_ways.forward_backward = forward_backward_by_graphs;
     fast_ways.infer = infer_by_graph;
     return true;
 }();
