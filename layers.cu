@@ -850,30 +850,28 @@ __global__ void square_sum_kernel(double* partial, const T* g, int64_t n) {
     sum = block_sum(sum);
     if (threadIdx.x == 0) { partial[blockIdx.x] = sum; }
 }
-// Returns the sum over all gradients: the blocks' sums, added up on the CPU.
-static double square_sum_cuda(const std::vector<FlatGradient>& gradients) {
-    Tensor partial = empty({(int64_t)gradients.size(), NORM_BLOCKS}, F64, WORKSPACE);
-    double* next = partial.as<double>();
-    for (const FlatGradient& one : gradients) {
-        with_gpu_type(one.g.dtype, [&](auto zero) {
-            LAUNCH(square_sum_kernel, NORM_BLOCKS, FLAT_THREADS, next, one.g.as(zero),
-                   one.g.size());
-        });
-        next += NORM_BLOCKS;
-    }
-
-    double sum = 0;
-    for (double s : to_doubles(partial)) { sum += s; }
-    return sum;
-}
 #endif
-// Returns the sum of all gradients' squares; on META, where there are no numbers, 1.
+// Returns the sum of all gradients' squares; on META, where there are no numbers, 1. On the GPU
+// each block writes a sum of its own, and the CPU adds these up.
 double square_sum(const std::vector<FlatGradient>& gradients) {
     if (context.device == META) { return 1; }
-#ifdef __CUDACC__
-    if (context.device == CUDA) { return square_sum_cuda(gradients); }
-#endif
+
     double sum = 0;
+#ifdef __CUDACC__
+    if (context.device == CUDA) {
+        Tensor partial = empty({(int64_t)gradients.size(), NORM_BLOCKS}, F64, WORKSPACE);
+        double* next = partial.as<double>();
+        for (const FlatGradient& one : gradients) {
+            with_gpu_type(one.g.dtype, [&](auto zero) {
+                LAUNCH(square_sum_kernel, NORM_BLOCKS, FLAT_THREADS, next, one.g.as(zero),
+                       one.g.size());
+            });
+            next += NORM_BLOCKS;
+        }
+        for (double s : to_doubles(partial)) { sum += s; }
+        return sum;
+    }
+#endif
     for (const FlatGradient& one : gradients) {
         with_type(one.g.dtype, [&](auto zero) {
             const auto* g = one.g.as(zero);
@@ -906,11 +904,12 @@ static void adamw_range(P* p, const G* g, P* m, P* v, int64_t n, AdamWScalars s)
 // Updates the weights of each gradient: of flat p, m and v the elements from its offset on.
 static void adamw_plain(const Tensor& p, const std::vector<FlatGradient>& gradients,
                         const Tensor& m, const Tensor& v, AdamWScalars s) {
-    for (const auto& [g, at] : gradients) {
-        with_gpu_type(g.dtype, [&, &g = g, at = at](auto g_zero) {
+    for (const FlatGradient& one : gradients) {
+        with_gpu_type(one.g.dtype, [&](auto g_zero) {
             with_gpu_type(p.dtype, [&](auto zero) {
-                adamw_range(p.as(zero) + at, g.as(g_zero), m.as(zero) + at, v.as(zero) + at,
-                            g.size(), s);
+                int64_t at = one.offset;
+                adamw_range(p.as(zero) + at, one.g.as(g_zero), m.as(zero) + at, v.as(zero) + at,
+                            one.g.size(), s);
             });
         });
     }
