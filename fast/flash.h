@@ -1,4 +1,6 @@
-// fast/flash.h: what the fast attention kernels share. Steps are flash.cu's. In these files
+// fast/flash.h: what the fast attention kernels share: how they are launched, arithmetic and
+// copies, and the two small kernels before and after a backward on tensor cores. Steps are
+// flash.cu's: read those first. In these files
 //   - a block owns one tile of rows (queries, or keys and values) and streams the tiles of the
 //     other side past them;
 //   - where a kernel walks over tiles, i is a tile of queries and j one of keys; a single one is
@@ -22,13 +24,14 @@
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HAS_WGMMA
 #endif
-// The compute capability (80, 90, ...) of the code that this card runs for a kernel; 0 without a
-// card or code for it.
+// Returns the compute capability (80, 90, ...) of the code that this card runs for a kernel; 0
+// without a card or code for it.
 template <class... P>
 int compiled_for(void (*kernel)(P...)) {
     static std::map<void (*)(P...), int> known;  // each launch with EARLY asks
     auto [found, is_new] = known.insert({kernel, 0});
     if (!is_new || cuda_devices() == 0) { return found->second; }
+
     cudaFuncAttributes attributes = {};
     cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
@@ -39,12 +42,12 @@ int compiled_for(void (*kernel)(P...)) {
     return found->second = attributes.ptxVersion;
 }
 
-// Attention's kernels: block (x, y, z) owns tile y of head z gridDim.x + x. Blocks start in the
-// order x, y, z: of gridDim.x heads all first tiles, then all second ones. A head's blocks stream
-// the same K and V past themselves (backward: Q and dO, and add to the same dQ): the fewer heads
-// are at work, the more of that comes from the L2 cache. But causal, the first tile takes twice the
-// mean, and until it is over, the others have to keep the device busy, which runs `blocks` blocks
-// on an SM.
+// Returns the grid of attention's kernels: block (x, y, z) owns tile y of head z gridDim.x + x.
+// Blocks start in the order x, y, z: of gridDim.x heads all first tiles, then all second ones. A
+// head's blocks stream the same K and V past themselves (backward: Q and dO, and add to the same
+// dQ): the fewer heads are at work, the more of that comes from the L2 cache. But causal, the first
+// tile takes twice the mean, and until it is over, the others have to keep the device busy, which
+// runs `blocks` blocks on an SM.
 inline dim3 attention_grid(const AttentionArgs& a, int tiles, int blocks = 1) {
     constexpr int MOST = 65535;  // of y and z
     int heads = a.B * a.H;
@@ -56,7 +59,7 @@ inline dim3 attention_grid(const AttentionArgs& a, int tiles, int blocks = 1) {
 }
 DEVICE int head_of_block(int z = blockIdx.z) { return z * gridDim.x + blockIdx.x; }
 
-// 99 KB on compute capability 8.6, 8.9 and 12.0, A100 163, H100 227
+// The most that a block can have: 99 KB on compute capability 8.6, 8.9 and 12.0, A100 163, H100 227
 inline size_t shared_memory_per_block() {
     int device, bytes;
     CUDA_CHECK(cudaGetDevice(&device));
@@ -78,6 +81,7 @@ DEVICE void await_previous_kernel() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+// Launches a kernel in the compute stream, checked, with so many bytes of dynamic shared memory.
 template <bool EARLY = false, class... P, class... A>
 void launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared_bytes, const A&... args) {
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -86,8 +90,11 @@ void launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared_bytes, c
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream(), config.attrs = &early,
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream();
+    config.attrs = &early;
     config.numAttrs = EARLY && compiled_for(kernel) == 90;
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args...));
     LAUNCH_CHECK();
@@ -112,8 +119,8 @@ DEVICE uint32_t pack(float low, float high) {  // rounded to bf16, the first in 
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
-// 16 bytes from global to shared memory without passing through registers; zeros if !valid.
-// Asynchronous.
+// Copies 16 bytes from global to shared memory, asynchronously, without passing through registers;
+// zeros if !valid.
 DEVICE void cp_async_16(void* smem, const void* global, bool valid) {
     uint32_t to = (uint32_t)__cvta_generic_to_shared(smem);
     int bytes = valid ? 16 : 0;
@@ -125,8 +132,13 @@ template <int N>  // waits until at most the N newest groups of this thread are 
 DEVICE void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
-// Threads that move one row, 8 elements each: a power of two, so for D = 80 6 of 16 stand by.
-HD constexpr int row_threads(int D) { return D <= 16 ? 2 : D <= 32 ? 4 : D <= 64 ? 8 : 16; }
+// Returns how many threads move one row, 8 elements each: a power of two, so for D = 80 6 of 16
+// stand by.
+HD constexpr int row_threads(int D) {
+    int threads = 2;
+    while (threads * 8 < D) { threads *= 2; }
+    return threads;
+}
 
 // -------------------------------------------------------------------------------------------------
 // Backward with tensor cores takes three kernels: `before`, the main one of fast/flash_mma.cu or of
@@ -148,8 +160,9 @@ struct BackwardWorkspace {
 };
 constexpr int BACKWARD_PAD = 128;
 
-// Element i of lane's four in a 16x8 block of dQ: row lane/4 + 8(i/2), column 2(lane%4) + i%2. One
-// vector add of a warp, or one scalar add, touches neighbouring addresses only.
+// Returns where element i of a lane's four lies in a 16x8 block of dQ: row lane/4 + 8(i/2), column
+// 2(lane%4) + i%2. One vector add of a warp, or one scalar add, touches neighbouring addresses
+// only.
 DEVICE int dq_index(int lane, int i) {
 #if __CUDA_ARCH__ >= 900
     return lane * 4 + i;
@@ -169,10 +182,16 @@ DEVICE void load_dq(float (&x)[4][4], const float4* block, int r) {
     for (int k = 0; k < 4; k++) {
 #if __CUDA_ARCH__ >= 900
         float4 four = block[4 * r + k];  // one lane's
-        x[k][0] = four.x, x[k][1] = four.y, x[k][2] = four.z, x[k][3] = four.w;
+        x[k][0] = four.x;
+        x[k][1] = four.y;
+        x[k][2] = four.z;
+        x[k][3] = four.w;
 #else
         float4 four = block[k * (WARP / 4) + r];  // of each lane one
-        x[0][k] = four.x, x[1][k] = four.y, x[2][k] = four.z, x[3][k] = four.w;
+        x[0][k] = four.x;
+        x[1][k] = four.y;
+        x[2][k] = four.z;
+        x[3][k] = four.w;
 #endif
     }
 }
@@ -191,7 +210,9 @@ static __global__ void backward_before(AttentionArgs a, BackwardWorkspace w) {
     };
     if (n < D / 8) {
         for (int r = 0; r < 2; r++) {
-            if (i + r < a.Tq) { o[r] = load(a.o, i + r), dO[r] = load(a.dO, i + r); }
+            if (i + r >= a.Tq) { continue; }
+            o[r] = load(a.o, i + r);
+            dO[r] = load(a.dO, i + r);
         }
         // a warp's stores lie side by side; a row's order in dq is another
         for (int k = 0; k < 4; k++) {
@@ -240,19 +261,20 @@ static __global__ void backward_after(AttentionArgs a, BackwardWorkspace w) {
 #endif
 }
 
-// The workspace lies in `memory`.
+// Returns the workspace, which lies in `memory`, after `before` was launched to fill it.
 template <int D>
 static BackwardWorkspace backward_begin(const AttentionArgs& a, Tensor& memory) {
     BackwardWorkspace w;
     w.rows = ceil_div(a.Tq, BACKWARD_PAD) * BACKWARD_PAD;
     int64_t rows = (int64_t)a.B * a.H * w.rows;
     memory = empty_on(CUDA, {rows * D + 2 * rows}, F32, WORKSPACE);
-    w.dq = memory.as<float>(), w.stats = (float4*)(w.dq + rows * D);
+    w.dq = memory.as<float>();
+    w.stats = (float4*)(w.dq + rows * D);
     launch(backward_before<D>, ceil_div(rows / 2 * row_threads(D), 128), 128, 0, a, w);
     return w;
 }
+// Launches `after`, which stores dq, scaled and rounded, to a.dq.
 template <int D>
-// dq, scaled and rounded, to a.dq
 static void backward_end(const AttentionArgs& a, const BackwardWorkspace& w) {
     int64_t threads = (int64_t)a.B * a.H * w.rows / 2 * (D / 8);
     launch<true>(backward_after<D>, ceil_div(threads, 256), 256, 0, a, w);
