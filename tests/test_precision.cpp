@@ -121,10 +121,10 @@ TEST_CASE("precision: mixed_precision_accumulation's table and answer") {
 
 TEST_CASE_TEMPLATE("precision: ToyModel's dtypes under autocast", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
+    const std::map<Precision, std::string> lows = {
+        {PREC_FP16, "float16"}, {PREC_BF16, "bfloat16"}, {FP32, "float32"}};
     for (Precision precision : {PREC_FP16, PREC_BF16, FP32}) {
-        std::string low = precision == PREC_FP16   ? "float16"
-                          : precision == PREC_BF16 ? "bfloat16"
-                                                   : "float32";
+        const std::string low = lows.at(precision);
         CAPTURE(low);
         context.recording = false;  // it records by itself, and leaves the context as it was
         const std::vector<DType> t = toy_model_dtypes(precision);
