@@ -81,7 +81,7 @@ static cudaDataType_t cuda_type(DType t) {
 // asked for C^T = op(B)^T op(A)^T: the operands change places, and nothing is moved.
 static void cublas_product(const Product& p, cublasHandle_t handle = cublas()) {
     const Matrix &C = p.C, &A = p.A, &B = p.B;
-    const float alpha = (float)p.alpha, beta = (float)p.beta;
+    float alpha = (float)p.alpha, beta = (float)p.beta;
     cublasComputeType_t compute = context.precision == TF32 && A.dtype == F32
                                       ? CUBLAS_COMPUTE_32F_FAST_TF32
                                       : CUBLAS_COMPUTE_32F;
@@ -166,7 +166,7 @@ void one_blas_thread() {
         // Each of our threads needs a buffer. Where `ulimit -v` forbids it, OpenBLAS tries for
         // ever; so we fail here.
         rlimit space;
-        const size_t needs = (size_t)cpu_threads() * 129 << 20;
+        size_t needs = (size_t)cpu_threads() * 129 << 20;
         if (getrlimit(RLIMIT_AS, &space) == 0 && space.rlim_cur != RLIM_INFINITY &&
             needs > system_memory()) {
             fail("out of memory: OpenBLAS needs %zu MiB, %zu are there", needs >> 20,
@@ -176,18 +176,14 @@ void one_blas_thread() {
 #endif
 }
 
-// Returns the address of element (row, col) of op(m), in the batch's matrix i.
-template <class T>
-static T* element(const Matrix& m, bool transposed, int64_t i, int64_t row, int64_t col) {
-    if (transposed) { std::swap(row, col); }
-    return (T*)m.data + i * m.batch_stride + row * m.ld + col;
-}
 // Multiplies on the CPU. The threads share the batch's products or, where there is only one, slices
 // of C along its longer side.
 template <class T>
 static void multiply_cpu(const Product& p) {
     one_blas_thread();
-    const Matrix& C = p.C;
+    const Matrix &C = p.C, &A = p.A, &B = p.B;
+    int64_t next_row = p.transpose_a ? 1 : A.ld;     // of op(A), in elements
+    int64_t next_column = p.transpose_b ? B.ld : 1;  // of op(B)
     bool by_rows = C.rows >= C.cols;
     int64_t side = by_rows ? C.rows : C.cols;
     const int64_t least = 32;  // rows or columns in a slice
@@ -203,10 +199,11 @@ static void multiply_cpu(const Product& p) {
 
             int64_t row = by_rows ? start : 0, rows = by_rows ? n : C.rows;
             int64_t col = by_rows ? 0 : start, cols = by_rows ? C.cols : n;
-            blas_product(element<T>(C, false, i, row, col), C.ld,
-                         element<T>(p.A, p.transpose_a, i, row, 0), p.A.ld, p.transpose_a,
-                         element<T>(p.B, p.transpose_b, i, 0, col), p.B.ld, p.transpose_b, rows,
-                         cols, p.K, p.alpha, p.beta);
+            T* c = (T*)C.data + i * C.batch_stride + row * C.ld + col;
+            T* a = (T*)A.data + i * A.batch_stride + row * next_row;
+            T* b = (T*)B.data + i * B.batch_stride + col * next_column;
+            blas_product<T>(c, C.ld, a, A.ld, p.transpose_a, b, B.ld, p.transpose_b, rows, cols,
+                            p.K, p.alpha, p.beta);
         }
     }
 }
@@ -238,18 +235,18 @@ bool multiplies_copies(Device device, DType dtype) {
 #endif
     return device == CPU && dtype != F64;
 }
-static Tensor copy_as(const Tensor& t, DType dtype, Category category) {
-    Tensor c = empty_on(t.device(), t.shape, dtype, category);
+static Tensor copy_as(const Tensor& t, DType dtype, Category category, Source at = here()) {
+    Tensor c = empty_on(t.device(), t.shape, dtype, category, at);
     copy_or_add(c, t, false);
     return c;
 }
+static Tensor fp32_copy(const Tensor& t) { return t.dtype == F32 ? t : copy_as(t, F32, WORKSPACE); }
 // Multiplies fp32 copies of a and b, which hold the same numbers; what was computed in fp32 is
 // rounded once, to out's dtype.
 static void multiply_copies(const Tensor& out, const Tensor& a, bool ta, const Tensor& b, bool tb,
                             double alpha, double beta) {
     NoGrad no_grad;
-    Tensor wa = a.dtype == F32 ? a : copy_as(a, F32, WORKSPACE);
-    Tensor wb = b.dtype == F32 ? b : copy_as(b, F32, WORKSPACE);
+    Tensor wa = fp32_copy(a), wb = fp32_copy(b);
     if (out.dtype == F32) { return multiply(out, wa, ta, wb, tb, alpha, beta); }
 
     Tensor wide = empty_on(out.device(), out.shape, F32, WORKSPACE);
@@ -277,8 +274,7 @@ void add_gemm(const GradientPtr& g, const Tensor& a, bool ta, const Tensor& b, b
     if (context.mode == EAGER && !g->is_parameter) {
         Tensor d = empty(g->shape, g->dtype);
         gemm(d, a, ta, b, tb, alpha);
-        add_gradient(g, d);
-        return;
+        return add_gradient(g, d);
     }
     bool accumulate;
     Tensor target = gradient_target(g, &accumulate);
@@ -292,33 +288,37 @@ void add_gemm(const GradientPtr& g, const Tensor& a, bool ta, const Tensor& b, b
 //   -----------------------   -----------------------------------   ------------------------------
 //   F64, or 16-bit already    the operand                           the operand's
 //   an activation             a copy that is cast, for this         the copy's, in 16 bits; the
-//                             product only: cast()                  cast's step widens and adds it
+//                             product only: cast_copy()             cast's step widens and adds it
 //   a parameter, mode eager   the copy made at its first use:       the copy's, in 16 bits; the
 //                             eager_weight_copy()                   cast's step widens and adds it
 //   a parameter, other modes  a copy that stands for the            the parameter's: the product
 //                             parameter: fused_weight_copy()        adds to it, with no cast
 
+// Returns a copy of t with a step of its own on the tape, which casts the gradient back. at: who
+// asked for it, for the memory log.
+static Tensor cast_copy(const Tensor& t, DType dtype, Category category, Source at) {
+    Tensor low = copy_as(t, dtype, category, at);
+    record(low, {t}, [g = t.gradient](const Tensor& dy) { add_gradient(g, dy); });
+    return low;
+}
+
 // Returns the parameter's 16-bit copy, as torch.autocast keeps it: made at the first use, with a
 // step of its own on the tape, and shared by all later uses until drop_weight_copies(). A copy that
 // was made under NoGrad has no gradient, so a use that is recorded makes a new one.
-static Tensor eager_weight_copy(const Tensor& weight, DType dtype) {
+static Tensor eager_weight_copy(const Tensor& weight, DType dtype, Source at) {
     Tensor& kept = weight.gradient->low_precision;
     bool serves = kept && kept.dtype == dtype && (kept.gradient || !context.recording);
-    if (serves) { return kept; }
-
-    Tensor low = copy_as(weight, dtype, WEIGHT_COPIES);
-    record(low, {weight}, [g = weight.gradient](const Tensor& dy) { add_gradient(g, dy); });
-    kept = low;
-    return low;
+    if (!serves) { kept = cast_copy(weight, dtype, WEIGHT_COPIES, at); }
+    return kept;
 }
 
 // Returns a 16-bit copy whose gradient is the parameter's own, so that the product of backward
 // adds to that, and no step casts. Forward keeps the copy for backward, if there will be one. Where
 // AdamW has split a weight's bits into two halves, low_precision is the upper one.
-static Tensor fused_weight_copy(const Tensor& weight, DType dtype) {
+static Tensor fused_weight_copy(const Tensor& weight, DType dtype, Source at) {
     Tensor low = weight.gradient->low_precision;
     if (!low || low.dtype != dtype) {
-        low = copy_as(weight, dtype, WEIGHT_COPIES);
+        low = copy_as(weight, dtype, WEIGHT_COPIES, at);
         if (context.recording) { weight.gradient->low_precision = low; }
     }
     low.gradient = context.recording ? weight.gradient : nullptr;
@@ -328,8 +328,11 @@ static Tensor fused_weight_copy(const Tensor& weight, DType dtype) {
 Tensor autocast_operand(const Tensor& t) {
     DType dtype = t.dtype == F64 ? F64 : matmul_dtype();
     bool is_parameter = t.gradient && t.gradient->is_parameter;
-    if (t.dtype == dtype || !is_parameter) { return cast(t, dtype); }
-    return context.mode == EAGER ? eager_weight_copy(t, dtype) : fused_weight_copy(t, dtype);
+    Source at = here();  // so that the memory log names this function
+    if (t.dtype == dtype) { return t; }
+    if (!is_parameter) { return cast_copy(t, dtype, ACTIVATIONS, at); }
+    if (context.mode == EAGER) { return eager_weight_copy(t, dtype, at); }
+    return fused_weight_copy(t, dtype, at);
 }
 void drop_weight_copies(const std::vector<Tensor>& parameters) {
     for (const Tensor& p : parameters) { p.gradient->low_precision = Tensor(); }
@@ -416,9 +419,9 @@ static const CardPeak card_peaks[] = {
 
 // Finds the card of this machine in the table; NAN if it is not there, or has no such precision.
 double dense_peak(Precision precision) {
-    const std::string card = device_description();
+    std::string card = device_description();
     for (const CardPeak& peak : card_peaks) {
-        if (card.compare(0, strlen(peak.card), peak.card) != 0) { continue; }
+        if (card.rfind(peak.card, 0) != 0) { continue; }
         // A card without tf32 has no bf16 either: both came with the A100.
         if (matmul_dtype(precision) == BF16 && std::isnan(peak.tf32)) { return NAN; }
         if (precision == FP32) { return peak.fp32; }
@@ -427,6 +430,6 @@ double dense_peak(Precision precision) {
     return NAN;
 }
 std::string percent_of_peak(double tflops, Precision precision) {
-    const double share = tflops / dense_peak(precision);
+    double share = tflops / dense_peak(precision);
     return std::isnan(share) ? "-" : strprintf("%.1f", 100 * share);
 }

@@ -171,7 +171,7 @@ void require_no_others(const SafeTensors& file, const std::set<std::string>& nam
 // Returns the file's tensor of this name, or fails and says what was expected and what was found.
 const FileTensor& require_tensor(const SafeTensors& file, const std::string& name,
                                  const Shape& shape, const std::set<std::string>& dtypes) {
-    const std::string where = file.path + ": tensor " + shown(name);
+    std::string where = file.path + ": tensor " + shown(name);
     auto found = file.tensors.find(name);
     if (found == file.tensors.end()) {
         json names = json::array();

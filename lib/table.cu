@@ -15,7 +15,7 @@ static void write_block(const std::string& block) {
     }
 
     static bool is_first = true;
-    const std::string text = is_first ? block : "\n" + block;
+    std::string text = is_first ? block : "\n" + block;
     is_first = false;
 
     signal(SIGPIPE, SIG_IGN);  // or a closed pipe would kill us before fwrite could tell
@@ -63,8 +63,8 @@ static std::string markdown(const Table& table) {
     std::string text = one_line(table.caption) + "\n\n", rule;
     for (size_t i = 0; i < lines.size(); i++) {
         for (size_t j = 0; j < widths.size(); j++) {
-            const std::string spaces(widths[j] - width(lines[i][j]), ' ');
-            const std::string dashes(widths[j] - 1, '-');
+            std::string spaces(widths[j] - width(lines[i][j]), ' ');
+            std::string dashes(widths[j] - 1, '-');
             text += "| " + (right[j] ? spaces + lines[i][j] : lines[i][j] + spaces) + " ";
             rule += "| " + (right[j] ? dashes + ": " : "-" + dashes + " ");
         }
@@ -78,8 +78,8 @@ static std::string markdown(const Table& table) {
 static std::string csv_line(const std::vector<std::string>& cells) {
     std::vector<std::string> line;
     for (const std::string& text : cells) {
-        const std::string cell = one_line(text);
-        const bool quoted = cell.find_first_of(",\"") != std::string::npos;
+        std::string cell = one_line(text);
+        bool quoted = cell.find_first_of(",\"") != std::string::npos;
         line.push_back(quoted ? "\"" + escaped(cell, '"', '"') + "\"" : cell);
     }
     return join(line, ",") + "\n";
@@ -115,10 +115,10 @@ void print(const Table& table) {
 void answer(const char* part, const char* format, ...) {
     va_list arguments;
     va_start(arguments, format);
-    const std::string text = one_line(vstrprintf(format, arguments));
+    std::string text = one_line(vstrprintf(format, arguments));
     va_end(arguments);
 
-    const bool plain = context.csv || (!printed_to && isatty(STDOUT_FILENO));
+    bool plain = context.csv || (!printed_to && isatty(STDOUT_FILENO));
     std::string letter;
     if (*part) { letter = strprintf(plain ? "(%s) " : "**(%s)** ", part); }
     write_block((context.csv ? "# " : "") + letter + text + "\n");
