@@ -325,6 +325,7 @@ static Tensor fused_weight_copy(const Tensor& weight, DType dtype, Source at) {
     return low;
 }
 
+// Returns what the table says: t itself, or the copy that a product takes for it.
 Tensor autocast_operand(const Tensor& t) {
     DType dtype = t.dtype == F64 ? F64 : matmul_dtype();
     bool is_parameter = t.gradient && t.gradient->is_parameter;
