@@ -78,9 +78,9 @@ static const LauncherVariables LAUNCHERS[] = {
 static int whole_number(const char* variable) {
     int value;
     char behind;
-    const char* text = getenv(variable);
-    if (sscanf(text, "%7d%c", &value, &behind) != 1 || value < 0) {
-        usage_error("environment variable %s: got '%s', takes a whole number", variable, text);
+    if (sscanf(getenv(variable), "%7d%c", &value, &behind) != 1 || value < 0) {
+        usage_error("environment variable %s: got '%s', takes a whole number", variable,
+                    getenv(variable));
     }
     return value;
 }
@@ -119,11 +119,11 @@ static void remove_folder_of_ranks() {
 // Starts rank r of n, which gets its share of the cores, and returns its process.
 static pid_t start_rank(int r, int n, const std::vector<std::string>& arguments) {
     return start_ourselves(arguments, [&] {
-        const int threads = std::max(1, omp_get_num_procs() / n);
         setenv("RANK", std::to_string(r).c_str(), true);
         setenv("WORLD_SIZE", std::to_string(n).c_str(), true);
         setenv(RENDEZVOUS, folder_of_ranks.c_str(), true);
-        setenv("OMP_NUM_THREADS", std::to_string(threads).c_str(), false);
+        setenv("OMP_NUM_THREADS", std::to_string(std::max(1, omp_get_num_procs() / n)).c_str(),
+               false);
     });
 }
 
@@ -293,8 +293,7 @@ std::vector<std::string> gather_text(const Communicator& c, const std::string& t
 // The communicator: a rank's connections, and its watchdog. join_ranks, at the end, makes one.
 
 struct Links {
-    int rank = 0, world = 1;
-    int gpu = 0;
+    int rank = 0, world = 1, gpu = 0;
     std::thread watchdog;
     Tensor barrier_token;
     uint32_t collectives = 0;  // that were started
@@ -867,10 +866,10 @@ void allocate_shared(const Communicator& c, const std::function<void()>& f) {
         f();
     }
 }
-void free_shared([[maybe_unused]] const Communicator& c) {
-#ifdef WITH_WINDOWS
+void free_shared(const Communicator& c) {
     if (!c.links || !c.links->windows) { return; }
     barrier(c);
+#ifdef WITH_WINDOWS
     ((Windows&)*c.links->windows).close_unused();
 #endif
 }
