@@ -123,21 +123,21 @@ struct Passes {
 };
 
 // Runs the forward, and the backward if there is a dO. Returns O and L; and dQ, dK and dV.
-std::vector<Tensor> outputs_of(const AttentionImpl& impl, const AttentionTensors& in) {
+vector<Tensor> outputs_of(const AttentionImpl& impl, const AttentionTensors& in) {
     Passes p(impl, in);
     p.forward(true);
     if (in.dO) { p.backward(); }
     clear_tape();
 
-    std::vector<Tensor> outputs = {detached(p.t.o), p.t.L, p.t.dq, p.t.dk, p.t.dv};
+    vector<Tensor> outputs = {detached(p.t.o), p.t.L, p.t.dq, p.t.dk, p.t.dv};
     outputs.resize(in.dO ? 5 : 2);
     return outputs;
 }
 
 // Returns the row of the table with this name on context.device. "auto" is the fastest flash, or
 // fused where no flash takes this. It is a usage error if the row does not take dtype and D.
-const AttentionImpl& impl_named(const std::string& name, DType dtype, int64_t D) {
-    std::string row = name;
+const AttentionImpl& impl_named(const string& name, DType dtype, int64_t D) {
+    string row = name;
     if (name == "auto") {
         const AttentionImpl* fastest = fastest_flash(context.device, dtype, D);
         if (fastest) { return *fastest; }
@@ -168,7 +168,7 @@ static size_t peak_of_passes(const AttentionImpl& impl, const AttentionCase& c, 
 PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, DType dtype,
                      const Effort& effort) {
     PassTimes t;
-    const std::string row = strprintf("S %d, D %d, %s, %s", c.Tq, c.D, name_of(dtype), impl.name);
+    const string row = strprintf("S %d, D %d, %s, %s", c.Tq, c.D, name_of(dtype), impl.name);
     t.oom = run_if_fits(row, peak_of_passes(impl, c, dtype), [&] {
         Passes p(impl, random_inputs(c, dtype, 0));
         auto reset = [&] { p.reset(); };
@@ -191,7 +191,7 @@ PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, DType dt
 
 // Times naive and another implementation (null: naive alone) at each head size and length.
 AttentionRuns time_all(const AttentionImpl* other, int B, bool causal, DType dtype,
-                       const std::vector<int>& lengths, const Effort& effort) {
+                       const vector<int>& lengths, const Effort& effort) {
     AttentionRuns runs;
     for (int D : {16, 32, 64, 128}) {
         for (int S : lengths) {
@@ -206,23 +206,23 @@ AttentionRuns time_all(const AttentionImpl* other, int B, bool causal, DType dty
 // -------------------------------------------------------------------------------------------------
 // 1.2.1 to 1.3.2: what tables and answers say of such runs.
 
-std::string ms_cell(const PassTimes& t, AttentionPass pass) {
+string ms_cell(const PassTimes& t, AttentionPass pass) {
     return t.oom ? oom_cell(t.oom) : strprintf("%.3f", t.ms[pass].median);
 }
 static bool both_fit(const AttentionRun& r) { return !r.naive.oom && !r.other.oom; }
 static double times_as_fast(const AttentionRun& r, AttentionPass pass) {
     return r.naive.ms[pass].median / r.other.ms[pass].median;
 }
-std::string speedup_cell(const AttentionRun& r, AttentionPass pass) {
+string speedup_cell(const AttentionRun& r, AttentionPass pass) {
     return both_fit(r) ? strprintf("%.2fx", times_as_fast(r, pass)) : "";
 }
 
 // Returns the end of a sentence that compares the other implementation with naive:
 // "faster in 17 of the 20 configurations that fit (0.58 to 5.76 times as fast), slower in 2, level
 // in 1. In 4 memory runs out"
-std::string compared(const AttentionRuns& runs, AttentionPass pass) {
+string compared(const AttentionRuns& runs, AttentionPass pass) {
     int fit = 0, oom = 0, faster = 0, slower = 0;
-    std::vector<double> factors;  // of those that are not level
+    vector<double> factors;  // of those that are not level
     for (const AttentionRun& r : runs) {
         if (!both_fit(r)) {
             oom++;
@@ -236,7 +236,7 @@ std::string compared(const AttentionRuns& runs, AttentionPass pass) {
         faster += factor >= 1;
     }
 
-    std::string text = "faster in all ";
+    string text = "faster in all ";
     if (fit == 0 || faster < fit) { text = strprintf("faster in %d of the ", faster); }
     text += counted(fit, "configuration") + " that fit";
     if (!factors.empty()) {
@@ -264,11 +264,11 @@ static PassTimer time_n_runs(int n) {
 }
 
 static AttentionRuns run_grid(const Options& o, const AttentionImpl* other) {
-    std::vector<int> lengths = {256, 1024, 4096, 8192, 16384};
+    vector<int> lengths = {256, 1024, 4096, 8192, 16384};
     if (o.quick) { lengths = {64, 128, 256}; }
     return time_all(other, GRID_BATCH, false, F32, lengths, {time_n_runs(o.steps), false});
 }
-static std::string grid_caption(const Options& o, const char* what) {
+static string grid_caption(const Options& o, const char* what) {
     return strprintf(
         "%s; batch %d, no heads, no mask, precision fp32, 3 warmup, median of %d passes of each "
         "kind",
@@ -586,7 +586,7 @@ static void weighted_sum_cpu(float* y, const float* x, const float* w, int64_t N
 // Writes dx [N,D] and dw [D], from dy [N], x [N,D] and w [D].
 static void weighted_sum_backward_cpu(float* dx, float* dw, const float* dy, const float* x,
                                       const float* w, int64_t N, int64_t D) {
-    std::vector<double> sum(D);
+    vector<double> sum(D);
     for (int64_t n = 0; n < N; n++) {
         for (int64_t d = 0; d < D; d++) {
             dx[n * D + d] = w[d] * dy[n];

@@ -29,35 +29,35 @@
 // The command line; main.cu says which command takes which options.
 
 struct Options {
-    std::string command;          // its whole name
-    std::set<std::string> given;  // the options that were typed, without dashes
+    string command;          // its whole name
+    std::set<string> given;  // the options that were typed, without dashes
     bool has(const char* name) const { return given.count(name) > 0; }
-    std::vector<std::string> command_line;  // argv[1..]
+    vector<string> command_line;  // argv[1..]
     // What a command does not take stays empty, 0 or false; the rest has main.cu's defaults.
-    std::string edition, device, format;
-    std::vector<std::string> size, precision, mode;
+    string edition, device, format;
+    vector<string> size, precision, mode;
     int d_model = 0, d_ff = 0, num_layers = 0, num_heads = 0, vocab_size = 0;
     int context_length = 0, batch_size = 0, steps = 0;
-    std::vector<int> warmup, context_lengths;  // context_length: the first
+    vector<int> warmup, context_lengths;  // context_length: the first
     uint64_t seed = 0;
     bool quick = false;
-    std::string checkpoint = "none";
-    std::string trace, out, weights, batch, data, inputs, impl;
+    string checkpoint = "none";
+    string trace, out, weights, batch, data, inputs, impl;
     bool causal = false;
     double rope_theta = 0, lr = 0;
     int sample = 0;
-    std::string backend;
+    string backend;
     int nproc = 0;
     double timeout = 0;  // seconds
-    std::vector<double> bucket_size_mb;
-    std::vector<std::string> words;  // of reproduce: problems; empty: all
+    vector<double> bucket_size_mb;
+    vector<string> words;  // of reproduce: problems; empty: all
     // The calculations'; bytes and FLOP by powers of ten
     double bandwidth_gb = 0, tflops = 0, tensor_mb = 0;
     int tokens = 0, fsdp = 0, tp = 0, devices = 0;
 };
 
 // Starts o.nproc ranks with the same command line; in a rank: joins them, and calls f.
-inline int run_ranks(const Options& o, const std::function<void(const Communicator&)>& f) {
+inline int run_ranks(const Options& o, const function<void(const Communicator&)>& f) {
     if (!is_rank()) { return launch_ranks(o.nproc, o.command_line, o.timeout); }
     return join_ranks(o.has("nproc") ? o.nproc : 0, o.device, o.backend, o.timeout, f);
 }
@@ -151,11 +151,11 @@ struct AttentionRun {
     DType dtype;
     PassTimes naive{}, other{};  // other: fused in torch_compile, flash in flash_benchmarking
 };
-using AttentionRuns = std::vector<AttentionRun>;
+using AttentionRuns = vector<AttentionRun>;
 // A timer returns the times of f in ms, run after run, each behind `prepare`, which is not timed.
 // It decides how many runs there are.
-using Job = std::function<void()>;
-using PassTimer = std::function<Stats(const Job& prepare, const Job& f)>;
+using Job = function<void()>;
+using PassTimer = function<Stats(const Job& prepare, const Job& f)>;
 struct Effort {
     PassTimer time;
     // Times a forward with its backward, too. 1.2.1 and 1.3 ask for the passes alone, so there it
@@ -167,20 +167,20 @@ AttentionTensors random_inputs(const AttentionCase& c, DType dtype, uint64_t see
 // Calls `pass`, unless memory is only counted (META).
 void run_pass(void (*pass)(const AttentionTensors&), const AttentionTensors& t);
 // Returns O and L; and dQ, dK and dV if there is a dO.
-std::vector<Tensor> outputs_of(const AttentionImpl& impl, const AttentionTensors& in);
+vector<Tensor> outputs_of(const AttentionImpl& impl, const AttentionTensors& in);
 // Returns the row with this name on context.device; "auto" is the fastest flash, or else fused. It
 // is a usage error if the row does not take this.
-const AttentionImpl& impl_named(const std::string& name, DType dtype = F32, int64_t D = 64);
+const AttentionImpl& impl_named(const string& name, DType dtype = F32, int64_t D = 64);
 PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, DType dtype,
                      const Effort& effort);
 // Return cells of a table: "1.234" or "OOM (61.2 GiB)", and "2.34x".
-std::string ms_cell(const PassTimes& t, AttentionPass pass);
-std::string speedup_cell(const AttentionRun& r, AttentionPass pass);
+string ms_cell(const PassTimes& t, AttentionPass pass);
+string speedup_cell(const AttentionRun& r, AttentionPass pass);
 // Returns the end of a sentence, "faster in 17 of the 20 configurations that fit (...) ...".
-std::string compared(const AttentionRuns& runs, AttentionPass pass);
+string compared(const AttentionRuns& runs, AttentionPass pass);
 // Times naive and another implementation (null: naive alone) at each head size and length.
 AttentionRuns time_all(const AttentionImpl* other, int B, bool causal, DType dtype,
-                       const std::vector<int>& lengths, const Effort& effort);
+                       const vector<int>& lengths, const Effort& effort);
 
 // -------------------------------------------------------------------------------------------------
 // model.cu: the handout's Transformer LM (pre-norm, RMSNorm, RoPE, SwiGLU, no biases, untied head).
@@ -188,17 +188,17 @@ AttentionRuns time_all(const AttentionImpl* other, int B, bool causal, DType dty
 // of the same arena: qkv [3C,C], w13 [2F,C].
 
 struct ModelConfig {
-    std::string name;  // "small" ... "xl (2026)", "10B", "8B", or "custom"
+    string name;  // "small" ... "xl (2026)", "10B", "8B", or "custom"
     int d_model, d_ff, num_layers, num_heads, vocab_size;
     float rope_theta = 10000, eps = 1e-5f;
 };
 // The handouts' table 1, vocabulary 10,000; and 8B, the 2026 leaderboard's.
-extern const std::vector<ModelConfig> model_sizes;
+extern const vector<ModelConfig> model_sizes;
 // what --d_model, --d_ff, ... name, else --size; checked
-std::vector<ModelConfig> configs_of(const Options& o);
+vector<ModelConfig> configs_of(const Options& o);
 
 struct Parameter {
-    std::string name;  // the staff model's state_dict key
+    string name;  // the staff model's state_dict key
     Shape shape;
     int64_t offset;  // in elements, the same in each arena
     Tensor weight;   // a view into Model::weights, with its gradient slot
@@ -212,20 +212,20 @@ struct Layer {  // weights, as in the forward pass; o: output_proj; qkv and w13:
 struct Model {
     ModelConfig config;
     // in backward order: the first is the first whose gradient is ready
-    std::vector<Parameter> parameters;
+    vector<Parameter> parameters;
     // Arenas, all laid out alike: gradients after make_gradients, m and v after
     // make_optimizer_state, else null.
     Tensor weights, gradients, m, v;
     bool split = false;  // the matrices in `weights` are split (see FastWays)
     Tensor embedding, ln_final, lm_head;
-    std::vector<Layer> layers;
+    vector<Layer> layers;
     // every tensor with a Gradient: each parameter's, and the joined qkv and w13
-    std::vector<Tensor> slots;
+    vector<Tensor> slots;
     Tensor rope;   // [T,D]: cos and sin of each pair's angle, interleaved
     int step = 0;  // optimizer steps taken
     // FSDP's hooks, else null: called before the ops of a unit, in forward and again in backward.
-    std::function<void(int unit)> pre_forward, pre_backward;
-    std::shared_ptr<void> kept;  // by FastWays' step, for the next one: its graphs
+    function<void(int unit)> pre_forward, pre_backward;
+    shared_ptr<void> kept;  // by FastWays' step, for the next one: its graphs
 };
 int64_t aligned(int64_t elements);  // up to the next multiple of 64: 256 bytes of fp32
 // weights allocated on context.device, not set
@@ -234,11 +234,11 @@ Model make_model(const ModelConfig& c, DType dtype = weight_dtype());
 Model lay_out_model(const ModelConfig& c);
 // Gives the tensor, with a gradient slot, for parameter p, or for p and those after it that are one
 // product with it.
-using Place = std::function<Tensor(const Parameter& p, const Shape& shape)>;
+using Place = function<Tensor(const Parameter& p, const Shape& shape)>;
 void place_weights(Model& model, const Place& place);
 // normal; Linear std sqrt(2/(in+out)), embedding 1
 void init_weights(const Model& model, uint64_t seed);
-void init_weight(const Tensor& weight, const std::string& name, uint64_t seed);
+void init_weight(const Tensor& weight, const string& name, uint64_t seed);
 // Or joins them, where the context's mode and precision need that. Only forward, backward and AdamW
 // read split ones.
 void split_weights(Model& model, bool split = true);
@@ -258,8 +258,8 @@ void make_ready(Model& model, int64_t T);
 Tensor forward(Model& model, const Tensor& tokens);
 // without a tape; the next call may overwrite them
 Tensor infer(Model& model, const Tensor& tokens);
-std::string name_of(const Checkpointing& k);                // as --checkpoint takes it
-Checkpointing checkpointing_from(const std::string& name);  // usage_error if there is none
+string name_of(const Checkpointing& k);                // as --checkpoint takes it
+Checkpointing checkpointing_from(const string& name);  // usage_error if there is none
 
 // The ops of layers.cu, in the order of the forward pass; each runs in context.mode.
 // *x += delta (if any); returns rmsnorm(*x). x, delta and the result [B,T,C], weight [C].
@@ -297,11 +297,11 @@ struct FlatGradient {
     Tensor g;
     int64_t offset;  // of its weights and moments, in their arenas
 };
-double square_sum(const std::vector<FlatGradient>& gradients);  // waits for the device
+double square_sum(const vector<FlatGradient>& gradients);  // waits for the device
 // over all gradients; inf or NaN if one of them is; waits for the device
 double gradient_norm(const Model& model);
 // For flat p, m and v; t: the step, from 1; split: so are these parts of p.
-void adamw_update(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m,
+void adamw_update(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
                   const Tensor& v, const AdamW& a, int t, float gradient_scale = 1,
                   bool split = false);
 
@@ -314,19 +314,18 @@ void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale
 // Leaves the gradients, multiplied by loss_scale; returns the loss, [], without it. `between`: when
 // forward is done.
 Tensor forward_backward(
-    Model& model, const Batch& batch, float loss_scale,
-    const std::function<void()>& between = [] {});
+    Model& model, const Batch& batch, float loss_scale, const function<void()>& between = [] {});
 // Clips to max_norm (0: does not), unscales, and returns the gradients' true norm (0 without
 // clipping, unless in fp16). Steps unless that is not finite; in fp16 the loss scale then halves.
 double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, double max_norm);
 // The same for gradients that lie elsewhere.
 double guarded_step(LossScaler& scaler, double max_norm,
-                    const std::function<double()>& norm_of_gradients,
-                    const std::function<void(float gradient_scale)>& step);
+                    const function<double()>& norm_of_gradients,
+                    const function<void(float gradient_scale)>& step);
 
 // What fast/ does in place of the plain ways of model.cu; null without it.
-using AdamWUpdate = void(const Tensor& p, const std::vector<FlatGradient>& gradients,
-                         const Tensor& m, const Tensor& v, AdamWScalars s);
+using AdamWUpdate = void(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
+                         const Tensor& v, AdamWScalars s);
 struct FastWays {
     AdamWUpdate* adamw;  // on the GPU
     // Split weights: fp32 to AdamW, and bf16 to matrix products without a cast, in the bytes of
@@ -336,7 +335,7 @@ struct FastWays {
     // CUDA graphs.
     bool (*graphs_take)(const Model& model);  // in this context
     Tensor (*forward_backward)(Model& model, const Batch& batch, float loss_scale,
-                               const std::function<void()>& between);
+                               const function<void()>& between);
     Tensor (*infer)(Model& model, const Tensor& tokens);
 };
 inline FastWays fast_ways;
@@ -347,7 +346,7 @@ const char* name_of(Phase phase);
 // `between` is called when a part is done and another follows.
 void run_phase(
     Phase phase, Model& model, const Batch& batch, LossScaler& scaler,
-    const std::function<void(Phase done)>& between = [](Phase) {});
+    const function<void(Phase done)>& between = [](Phase) {});
 // in context's mode and precision
 size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase);
 
@@ -370,33 +369,33 @@ struct Trainer {
     // Of the last step. norm: as optimizer_step returns it.
     double loss = 0, norm = 0;
     // where its parts begin; the last, STEP_PARTS, is its end
-    std::vector<std::pair<StepPart, Mark>> marks;
+    vector<std::pair<StepPart, Mark>> marks;
     // What ranks that share the step do besides: ddp.cu and fsdp.cu attach it. Null in one process.
-    std::function<void()> before_step, after_backward, before_optimizer;
-    std::function<double(Trainer& t)> step_optimizer;  // in place of the model's own
-    std::function<void(const Trainer& t, StepNumbers& n)> add_communication;
+    function<void()> before_step, after_backward, before_optimizer;
+    function<double(Trainer& t)> step_optimizer;  // in place of the model's own
+    function<void(const Trainer& t, StepNumbers& n)> add_communication;
     bool sums_gradients = false;  // after_backward does, over the batches of a step
-    std::shared_ptr<struct DataParallel> d;
-    std::shared_ptr<struct Optimizer> sharded;
-    std::shared_ptr<struct Fsdp> f;
+    shared_ptr<struct DataParallel> d;
+    shared_ptr<struct Optimizer> sharded;
+    shared_ptr<struct Fsdp> f;
 };
 // A step on this rank's batches, one backward each, of equal sizes; one batch only if `d` averages,
 // or without an arena for the gradients. The loss is the mean over them. `begins` is called where a
 // part begins. Waits for the device.
 void train_step(
-    Trainer& t, const std::vector<Batch>& batches,
-    const std::function<void(StepPart)>& begins = [](StepPart) {});
+    Trainer& t, const vector<Batch>& batches,
+    const function<void(StepPart)>& begins = [](StepPart) {});
 
 // What an experiment runs.
-std::vector<Precision> precisions_of(const Options& o);
+vector<Precision> precisions_of(const Options& o);
 // Those of --mode, checked; the default, flash, becomes fused where one of the models and
 // precisions has no flash.
-std::vector<Mode> modes_of(const Options& o, const std::vector<ModelConfig>& configs,
-                           const std::vector<Precision>& precisions);
+vector<Mode> modes_of(const Options& o, const vector<ModelConfig>& configs,
+                      const vector<Precision>& precisions);
 // "flash"; with all that the context may ask for "flash, recompute, checkpoint 4, head chunk 2048"
-std::string caption_of(Mode mode);
+string caption_of(Mode mode);
 // With context's precision, mode and checkpoint; B: sequences per rank.
-std::string row_of(const ModelConfig& c, int B, int T, Phase phase);
+string row_of(const ModelConfig& c, int B, int T, Phase phase);
 
 // -------------------------------------------------------------------------------------------------
 // ddp.cu: data parallel training. Every rank has the same weights and its own part of the batch;
@@ -432,20 +431,20 @@ Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding,
 // N ranks against one process
 constexpr int ROWS = 10, POSITIONS = 8, VOCABULARY = 100;  // rows: of each rank
 // a rank's part of it, as n batches
-std::vector<Batch> part_of(const Batch& all, const Communicator& c, int n);
+vector<Batch> part_of(const Batch& all, const Communicator& c, int n);
 // A step of `ours` on the ranks' parts of a random batch, cut into so many, and of `whole` on all
 // of it.
 void train_both(const Communicator& c, Trainer& ours, Trainer& whole, uint64_t seed,
                 int batches = 1);
 struct WeightsCheck {  // of several ranks' weights against those of one process
-    std::string way, what;
+    string way, what;
     double max = 0, sum = 0;  // of the differences
     int64_t n = 0;            // differences
     bool match = true;        // they are within the bounds, and all ranks hold the same bits
 };
 // Prints table and answer; fails if a row differs.
-void print_checks(const Communicator& c, const std::string& caption,
-                  const std::vector<WeightsCheck>& checks, const std::string& what);
+void print_checks(const Communicator& c, const string& caption, const vector<WeightsCheck>& checks,
+                  const string& what);
 void compare(WeightsCheck& d, const Tensor& got, const Tensor& want, double atol = 1e-6,
              double rtol = 1e-5);
 bool same_bits_everywhere(const Communicator& c, const Tensor& t);  // collective
@@ -456,17 +455,17 @@ bool same_bits_everywhere(const Communicator& c, const Tensor& t);  // collectiv
 // For what several ranks run: one model, in one precision and mode, which the context gets;
 // --quick's defaults.
 ModelConfig choose_step(Options& o, const Communicator& c);
-std::string caption_of(const Options& o, const ModelConfig& m, const Communicator& c);
+string caption_of(const Options& o, const ModelConfig& m, const Communicator& c);
 double parameters_of(const ModelConfig& m);
 size_t room_of_each_rank(const Communicator& c);  // bytes, the least of all ranks'
 // What a rank holds at most in two steps, each of n batches, predicted on META.
-using MakeTrainer = std::function<Trainer(const Communicator& c)>;
+using MakeTrainer = function<Trainer(const Communicator& c)>;
 size_t steps_peak(int world, const Options& o, const MakeTrainer& make, int n);
 
 // A way to train: what its steps take.
 using StepStats = std::array<Stats, STEP_NUMBERS>;
 struct WayRun {
-    std::string name;
+    string name;
     // peak of a rank, in bytes; oom: the same where it does not fit, else 0
     size_t predicted = 0, oom = 0;
     StepStats ms{};   // the mean over the ranks
@@ -477,24 +476,24 @@ struct WayRun {
 // the first step and after each, also of the warm-up.
 void run_way(
     WayRun& r, const Communicator& c, const Options& o, const MakeTrainer& make, int n = 1,
-    const std::function<void(Trainer& t)>& see = [](Trainer&) {});
+    const function<void(Trainer& t)>& see = [](Trainer&) {});
 // With --trace, behind a way's last timed step: one more. name: a literal, for its range.
 void trace_step(Trainer& t, const char* name, const Options& o, const ModelConfig& config,
-                std::vector<Trace>& traces);
+                vector<Trace>& traces);
 // True in rank 0 of several, where one way ran, or all did; else it says why not. Fails where none
 // did.
-bool can_compare(const Communicator& c, const std::vector<WayRun>& runs, bool all = true);
+bool can_compare(const Communicator& c, const vector<WayRun>& runs, bool all = true);
 // A row for each way: a step's time and its parts, or the bytes that it did not find.
-Table step_table(const std::string& caption, const char* what);
+Table step_table(const string& caption, const char* what);
 void add_step(Table& table, const WayRun& r);
 inline double mib_of(double bytes) { return bytes / 1048576; }
-inline std::string mib_cell(double bytes) { return strprintf("%.1f", mib_of(bytes)); }
+inline string mib_cell(double bytes) { return strprintf("%.1f", mib_of(bytes)); }
 // Every rank's values, of plain types, rank by rank.
 template <class T>
-std::vector<T> gather(const Communicator& c, const std::vector<T>& mine) {
-    const std::string bytes =
+vector<T> gather(const Communicator& c, const vector<T>& mine) {
+    const string bytes =
         join(gather_text(c, {(const char*)mine.data(), mine.size() * sizeof(T)}), "");
-    std::vector<T> all(bytes.size() / sizeof(T));
+    vector<T> all(bytes.size() / sizeof(T));
     memcpy((void*)all.data(), bytes.data(), bytes.size());
     return all;
 }
@@ -506,8 +505,8 @@ double mean_over_ranks(const Communicator& c, double mine);
 // Chrome's trace format, which Perfetto opens; the caption goes into otherData. Rank 0 writes the
 // traces of all ranks, one process a rank. Times count from the last midnight (UTC), the same for
 // all ranks.
-void write_trace(const std::string& path, const std::vector<Trace>& traces,
-                 const std::string& caption, const Communicator& c = Communicator());
+void write_trace(const string& path, const vector<Trace>& traces, const string& caption,
+                 const Communicator& c = Communicator());
 
 // -------------------------------------------------------------------------------------------------
 // The commands

@@ -15,7 +15,7 @@ constexpr double MB = 1e6, GB = 1e9;  // bytes
 // What ranks tell each other. All ranks have to call these functions.
 
 static bool everywhere(const Communicator& c, bool mine) {
-    const std::vector<char> all = gather<char>(c, {mine});
+    const vector<char> all = gather<char>(c, {mine});
     return std::count(all.begin(), all.end(), false) == 0;
 }
 
@@ -31,7 +31,7 @@ size_t room_of_each_rank(const Communicator& c) {
     const int gpus = std::max(1, c.local_gpus);
     const size_t sharing =
         context.device == CUDA ? (c.local_world + gpus - 1) / gpus : c.local_world;
-    const std::vector<size_t> all = gather<size_t>(c, {available_memory(context.device) / sharing});
+    const vector<size_t> all = gather<size_t>(c, {available_memory(context.device) / sharing});
     return *std::min_element(all.begin(), all.end());
 }
 
@@ -59,7 +59,7 @@ static double ring(int n) { return 2.0 * (n - 1) / n; }
 // It checks the sums first. Rank r has i % 1000 + r at place i: all sums are whole numbers, exact
 // in fp32.
 static double time_all_reduce(const Communicator& c, int64_t n, int warmup, int steps) {
-    std::vector<float> values(n);
+    vector<float> values(n);
     for (int64_t i = 0; i < n; i++) { values[i] = (float)(i % 1000 + c.rank); }
     const Tensor tensor = from_floats(values, {n});
 
@@ -73,7 +73,7 @@ static double time_all_reduce(const Communicator& c, int64_t n, int warmup, int 
 
     // Each further sum multiplies by up to the number of ranks. It must not come to inf.
     scale_in_place(tensor, 1e-20f);
-    std::vector<double> mine;
+    vector<double> mine;
     for (int i = 0; i < warmup + steps; i++) {
         barrier(c);
         const double start = now_ms();
@@ -86,7 +86,7 @@ static double time_all_reduce(const Communicator& c, int64_t n, int warmup, int 
 
 // Answers how the time depends on the tensor's size, on the number of ranks, and on the backend.
 // The groups stand by backend, then by ranks.
-static void answer_distributed_communication_single_node(const std::vector<AllReduceGroup>& groups,
+static void answer_distributed_communication_single_node(const vector<AllReduceGroup>& groups,
                                                          int sizes) {
     const int last = sizes - 1;
     const double mb = SIZES_MB[last];
@@ -126,7 +126,7 @@ static void answer_distributed_communication_single_node(const std::vector<AllRe
 }
 
 // Prints the table of all groups and sizes, then the answers.
-static void print_all_reduces(const Options& options, const std::vector<AllReduceGroup>& groups) {
+static void print_all_reduces(const Options& options, const vector<AllReduceGroup>& groups) {
     Table table{strprintf("%s: all-reduce, float32, sums checked; median of all ranks and %s, a "
                           "barrier before each, after %s; busbw: algbw 2(n-1)/n",
                           options.command.c_str(), counted(options.steps, "step").c_str(),
@@ -136,8 +136,8 @@ static void print_all_reduces(const Options& options, const std::vector<AllReduc
     for (const AllReduceGroup& group : groups) {
         for (int i = 0; i < number_of_sizes(options); i++) {
             const double rate = SIZES_MB[i] / group.ms[i];  // MB per ms are GB/s
-            const std::string ms = std::isnan(rate) ? oom_cell(bytes_needed(group, i))
-                                                    : strprintf("%.3f", group.ms[i]);
+            const string ms = std::isnan(rate) ? oom_cell(bytes_needed(group, i))
+                                               : strprintf("%.3f", group.ms[i]);
             table.row(group.nccl ? "nccl" : "gloo", group.nccl ? "cuda" : "cpu", group.ranks,
                       SIZES_MB[i], ms, rate, rate * ring(group.ranks));
         }
@@ -170,17 +170,17 @@ static void run_as_rank(const Communicator& c, const Options& options) {
 
 // Starts 2, 4 and 6 ranks with Gloo and with NCCL, one group after the other, and adds to `missing`
 // what this machine cannot run. Returns the exit code of the first group that failed, or 0.
-static int run_groups(const Options& options, std::vector<std::string>& missing) {
+static int run_groups(const Options& options, vector<string>& missing) {
     for (auto [backend, device] : {std::pair("gloo", CPU), {"nccl", CUDA}}) {
         if (options.device == (device == CPU ? "cuda" : "cpu")) { continue; }
         for (int n : {2, 4, 6}) {
-            const std::string why = why_not(backend, device, n);
+            const string why = why_not(backend, device, n);
             if (!why.empty()) {
                 missing.push_back(strprintf("%s from %d ranks on (%s)", backend, n, why.c_str()));
                 break;
             }
             progress("all-reduce: %s, %d ranks", backend, n);
-            std::vector<std::string> words = options.command_line;
+            vector<string> words = options.command_line;
             words.insert(words.end(), {"--nproc", std::to_string(n), "--backend", backend});
             if (const int code = launch_ranks(n, words, options.timeout)) { return code; }
         }
@@ -198,10 +198,10 @@ int cmd_distributed_communication_single_node(const Options& options) {
     FILE* results = tmpfile();
     if (!results) { fail("tmpfile: %s", strerror(errno)); }
     setenv(RESULTS, std::to_string(fileno(results)).c_str(), true);
-    std::vector<std::string> missing;
+    vector<string> missing;
     if (const int code = run_groups(options, missing)) { return code; }
 
-    std::vector<AllReduceGroup> groups;
+    vector<AllReduceGroup> groups;
     AllReduceGroup group;
     rewind(results);
     while (fread(&group, sizeof group, 1, results) == 1) { groups.push_back(group); }
@@ -241,18 +241,18 @@ struct DataParallel {
     Strategy strategy;
     Tensor gradients;  // flat, in backward order
     // those with gradients, by offset; a tied one stands here once
-    std::vector<Parameter> parameters;
-    std::vector<bool> is_ready{};  // of these, in this step
-    std::vector<Bucket> buckets{};
-    size_t next = 0;               // the bucket to go next: the order is the same on all ranks
-    std::vector<WorkPtr> works{};  // of this step
+    vector<Parameter> parameters;
+    vector<bool> is_ready{};  // of these, in this step
+    vector<Bucket> buckets{};
+    size_t next = 0;          // the bucket to go next: the order is the same on all ranks
+    vector<WorkPtr> works{};  // of this step
 };
 
 // Cuts the gradients of these parameters, which lie in one buffer in this order, into buckets of
 // whole tensors. A bucket is full if the next tensor would exceed cap_mb.
-static std::vector<Bucket> cut_into_buckets(const std::vector<Parameter>& parameters, DType dtype,
-                                            double cap_mb) {
-    std::vector<Bucket> buckets;
+static vector<Bucket> cut_into_buckets(const vector<Parameter>& parameters, DType dtype,
+                                       double cap_mb) {
+    vector<Bucket> buckets;
     double bytes = 0;
     for (int i = 0; i < (int)parameters.size(); i++) {
         const Parameter& parameter = parameters[i];
@@ -358,7 +358,7 @@ static void finish_gradient_synchronization(DataParallel& parallel) {
 struct Optimizer {  // over flat weights
     Communicator c;
     Sharding sharding = UNSHARDED;
-    std::vector<ParameterGroup> groups{};
+    vector<ParameterGroup> groups{};
 };
 static void add_parameter_group(Optimizer& o, const ParameterGroup& group) {  // also between steps
     if (o.sharding != UNSHARDED && group.weights.size() % o.c.world != 0) {
@@ -391,7 +391,7 @@ static void step_parameter_groups(Optimizer& optimizer, float gradient_scale) {
         adamw_update(own, {{view(group.gradients, begin, {n}), 0}}, group.m, group.v, group.adamw,
                      group.step, gradient_scale);
 
-        std::vector<WorkPtr> works;
+        vector<WorkPtr> works;
         if (sharding == ZERO1) { works.push_back(all_gather(c, group.weights)); }
         if (sharding == BROADCAST) {
             for (int r = 0; r < c.world; r++) {
@@ -469,9 +469,9 @@ Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding, c
 // The weights are equal but for rounding: the sum over the batch is taken in another order.
 
 // Returns this rank's rows of a batch, cut into n batches of equal size.
-std::vector<Batch> part_of(const Batch& all, const Communicator& c, int n) {
+vector<Batch> part_of(const Batch& all, const Communicator& c, int n) {
     const int64_t T = all.tokens.dim(1), rows = all.tokens.dim(0) / c.world / n;
-    std::vector<Batch> batches;
+    vector<Batch> batches;
     for (int i = 0; i < n; i++) {
         const int64_t at = (c.rank * n + i) * rows * T;
         batches.push_back({view(all.tokens, at, {rows, T}), view(all.targets, at, {rows, T})});
@@ -487,7 +487,7 @@ void train_both(const Communicator& c, Trainer& ours, Trainer& whole, uint64_t s
 
 // Adds the differences of all elements to a check. A NaN is a difference.
 void compare(WeightsCheck& check, const Tensor& got, const Tensor& want, double atol, double rtol) {
-    const std::vector<double> a = to_doubles(got), b = to_doubles(want);
+    const vector<double> a = to_doubles(got), b = to_doubles(want);
     for (size_t i = 0; i < a.size(); i++) {
         const double difference = std::fabs(a[i] - b[i]);
         if (!(difference <= atol + rtol * std::fabs(b[i]))) { check.match = false; }  // also NaN
@@ -505,8 +505,8 @@ bool same_bits_everywhere(const Communicator& c, const Tensor& t) {
 
 // Prints the table and its answer on rank 0, and fails on all ranks if a row differs on one.
 // what: whose weights they are.
-void print_checks(const Communicator& c, const std::string& caption,
-                  const std::vector<WeightsCheck>& checks, const std::string& what) {
+void print_checks(const Communicator& c, const string& caption, const vector<WeightsCheck>& checks,
+                  const string& what) {
     Table table{caption + "; backend " + c.backend,
                 {"Way", "What", "max diff", "mean diff", "Parameters"}};
     for (const WeightsCheck& check : checks) {
@@ -530,7 +530,7 @@ void print_checks(const Communicator& c, const std::string& caption,
 }
 
 struct CheckedWay {
-    std::string name;
+    string name;
     Strategy strategy;
     double bucket_mb = 0;
     Sharding sharding = UNSHARDED;
@@ -541,8 +541,8 @@ constexpr int CHECKED_STEPS = 10;
 // parameter to `checks` and one per step to `losses`. The second half of the weights joins the
 // optimizer after half of the steps.
 static void train_and_compare(const Communicator& c, const ModelConfig& config,
-                              const CheckedWay& way, uint64_t seed,
-                              std::vector<WeightsCheck>& checks, Table& losses) {
+                              const CheckedWay& way, uint64_t seed, vector<WeightsCheck>& checks,
+                              Table& losses) {
     Trainer ours =
         data_parallel_trainer(c, random_model(config, seed + c.rank), way.strategy, way.bucket_mb);
     Trainer whole;
@@ -565,7 +565,7 @@ static void train_and_compare(const Communicator& c, const ModelConfig& config,
 
     const Model &got = ours.model, &want = whole.model;
     const int64_t half = got.weights.size() / 2, rest = got.weights.size() - half;
-    std::vector<WeightsCheck> rows;
+    vector<WeightsCheck> rows;
     for (const Parameter& parameter : got.parameters) {
         rows.push_back({way.name, parameter.name});
     }
@@ -589,12 +589,12 @@ static void train_and_compare(const Communicator& c, const ModelConfig& config,
 }
 
 // Checks several ways and prints their losses, the table and the answer. Returns the exit code.
-static int check_ways(const Options& options, const std::vector<CheckedWay>& ways) {
+static int check_ways(const Options& options, const vector<CheckedWay>& ways) {
     return run_ranks(options, [&](const Communicator& c) {
-        const std::string ranks = counted(c.world, "rank");
+        const string ranks = counted(c.world, "rank");
         Table losses{"Loss in each step, the mean over the ranks",
                      {"Way", "Step", ranks, "one process with the whole batch"}};
-        std::vector<WeightsCheck> checks;
+        vector<WeightsCheck> checks;
         const ModelConfig config = {"lm", 16, 32, 1, 2, VOCABULARY};
         for (const CheckedWay& way : ways) {
             train_and_compare(c, config, way, options.seed, checks, losses);
@@ -615,7 +615,7 @@ int cmd_ddp_overlap_individual_parameters(const Options& o) {
     return check_ways(o, {{"overlapped", OVERLAPPED}});
 }
 int cmd_ddp_overlap_bucketed(const Options& o) {
-    std::vector<CheckedWay> ways;
+    vector<CheckedWay> ways;
     for (double mb : o.bucket_size_mb) { ways.push_back({strprintf("%g MB", mb), BUCKETED, mb}); }
     return check_ways(o, ways);
 }
@@ -651,7 +651,7 @@ ModelConfig choose_step(Options& options, const Communicator& c) {
     by_quick("warmup", options.warmup[0], 2);
     by_quick("steps", options.steps, 3);
 
-    const std::vector<ModelConfig> configs = configs_of(options);
+    const vector<ModelConfig> configs = configs_of(options);
     context.precision = precisions_of(options)[0];
     context.mode = modes_of(options, configs, {context.precision})[0];
     return configs[0];
@@ -664,7 +664,7 @@ double parameters_of(const ModelConfig& m) {
 }
 
 // Returns the caption of a table of steps: the command, the ranks, the model and the setting.
-std::string caption_of(const Options& options, const ModelConfig& model, const Communicator& c) {
+string caption_of(const Options& options, const ModelConfig& model, const Communicator& c) {
     const double millions = 1e-6 * parameters_of(model);
     return strprintf(
         "%s; %s, backend %s; size %s (%.4g million parameters, %.3g GB; d_model %d, d_ff %d, %s, "
@@ -678,8 +678,8 @@ std::string caption_of(const Options& options, const ModelConfig& model, const C
         options.context_length, options.warmup[0], counted(options.steps, "step").c_str());
 }
 
-static std::vector<Batch> batches_of(const Options& o, const ModelConfig& m, const Communicator& c,
-                                     int n) {
+static vector<Batch> batches_of(const Options& o, const ModelConfig& m, const Communicator& c,
+                                int n) {
     return part_of(random_batch(o.batch_size * c.world, o.context_length, m.vocab_size, o.seed + 1),
                    c, n);
 }
@@ -691,7 +691,7 @@ size_t steps_peak(int world, const Options& options, const MakeTrainer& make, in
         planned.world = world;
         Trainer trainer = make(planned);
         reset_peak(META);
-        const std::vector<Batch> batches = batches_of(options, trainer.model.config, planned, n);
+        const vector<Batch> batches = batches_of(options, trainer.model.config, planned, n);
         // FSDP has its moments only from the end of the first step on.
         train_step(trainer, batches);
         train_step(trainer, batches);
@@ -712,12 +712,11 @@ static StepNumbers numbers_of(const Trainer& trainer) {
 
 // Warms up, takes the timed steps, and returns their times. A step's time is the mean over the
 // ranks. `see` is called before the first step and after each.
-static StepStats timed_steps(Trainer& trainer, const std::vector<Batch>& batches,
-                             const Options& options, const char* name,
-                             const std::function<void(Trainer&)>& see) {
+static StepStats timed_steps(Trainer& trainer, const vector<Batch>& batches, const Options& options,
+                             const char* name, const function<void(Trainer&)>& see) {
     const Communicator& c = trainer.c;
     const int warmup = options.warmup[0];
-    std::vector<StepNumbers> mine;
+    vector<StepNumbers> mine;
     see(trainer);
     for (int i = 0; i < warmup + options.steps; i++) {
         if (c.links) { barrier(c); }
@@ -734,10 +733,10 @@ static StepStats timed_steps(Trainer& trainer, const std::vector<Batch>& batches
         see(trainer);
     }
 
-    const std::vector<StepNumbers> all = gather(c, mine);  // rank by rank
+    const vector<StepNumbers> all = gather(c, mine);  // rank by rank
     StepStats stats;
     for (int k = 0; k < STEP_NUMBERS; k++) {
-        std::vector<double> means(mine.size());
+        vector<double> means(mine.size());
         for (size_t i = 0; i < all.size(); i++) { means[i % mine.size()] += all[i][k] / c.world; }
         stats[k] = stats_of(means);
     }
@@ -746,7 +745,7 @@ static StepStats timed_steps(Trainer& trainer, const std::vector<Batch>& batches
 
 // Fills `way` with what its steps take, or with the bytes that do not fit.
 void run_way(WayRun& way, const Communicator& c, const Options& options, const MakeTrainer& make,
-             int n, const std::function<void(Trainer&)>& see) {
+             int n, const function<void(Trainer&)>& see) {
     way.predicted = steps_peak(c.world, options, make, n);
     way.oom = way.predicted <= room_of_each_rank(c) ? 0 : way.predicted;
     if (way.oom) { return; }
@@ -778,7 +777,7 @@ struct DdpRun : WayRun {
 
 // With --trace, takes one more step behind the last timed one, and adds its trace.
 void trace_step(Trainer& trainer, const char* name, const Options& options,
-                const ModelConfig& config, std::vector<Trace>& traces) {
+                const ModelConfig& config, vector<Trace>& traces) {
     if (options.trace.empty() || trainer.steps < options.warmup[0] + options.steps) { return; }
     start_tracing();
     {
@@ -792,7 +791,7 @@ void trace_step(Trainer& trainer, const char* name, const Options& options,
 // Times the steps of one strategy, and counts its calls and their bytes. Every way starts from the
 // same weights and moments, so that their losses compare.
 static void run_strategy(const Communicator& c, const Options& options, const ModelConfig& config,
-                         DdpRun& run, std::vector<Trace>& traces) {
+                         DdpRun& run, vector<Trace>& traces) {
     auto make = [&](const Communicator& c) {
         return data_parallel_trainer(c, random_model(config, options.seed), run.strategy,
                                      run.bucket_mb);
@@ -825,7 +824,7 @@ static WayRun single_process(const Communicator& c, Options options, const Model
 }
 
 // Says whether rank 0 has something to compare, and prints why not. Fails if no way ran.
-bool can_compare(const Communicator& c, const std::vector<WayRun>& runs, bool all) {
+bool can_compare(const Communicator& c, const vector<WayRun>& runs, bool all) {
     const size_t fit =
         std::count_if(runs.begin(), runs.end(), [](const WayRun& r) { return r.oom == 0; });
     if (fit == 0) { fail("no step ran: each rank needs %.1f GiB", mib_of(runs.back().oom) / 1024); }
@@ -836,17 +835,17 @@ bool can_compare(const Communicator& c, const std::vector<WayRun>& runs, bool al
     return c.rank == 0 && can;
 }
 
-Table step_table(const std::string& caption, const char* what) {
+Table step_table(const string& caption, const char* what) {
     return {caption + "; mean ± deviation over the steps, share of the step",
             {what, "Total Time (ms)", "Forward (ms)", "Backward (ms)", "Exposed Comm (ms)",
              "Optimizer (ms)"}};
 }
 
-static std::string time_cell(const Stats& ms) {  // "28.49 ± 0.05"; of one step "28.49"
+static string time_cell(const Stats& ms) {  // "28.49 ± 0.05"; of one step "28.49"
     int digits = 0;
     if (ms.mean < 1000) { digits = 1; }
     if (ms.mean < 100) { digits = 2; }
-    const std::string noise = ms.n > 1 ? strprintf(" ± %.*f", digits, ms.std) : "";
+    const string noise = ms.n > 1 ? strprintf(" ± %.*f", digits, ms.std) : "";
     return strprintf("%.*f%s", digits, ms.mean, noise.c_str());
 }
 
@@ -864,8 +863,8 @@ void add_step(Table& table, const WayRun& run) {
 
 // Prints two tables: the parts of a step in each way and in one process; what the steps
 // communicate, how fast they are, and what they save. ranks: how many share a step.
-static void print_steps(const std::string& caption, const std::vector<DdpRun>& runs,
-                        const WayRun& single, const Options& options, int ranks) {
+static void print_steps(const string& caption, const vector<DdpRun>& runs, const WayRun& single,
+                        const Options& options, int ranks) {
     const double single_ms = single.ms[TOTAL].mean, naive_ms = runs[NAIVE].ms[TOTAL].mean;
     Table parts = step_table(caption, "Strategy");
     Table comparison{
@@ -879,7 +878,7 @@ static void print_steps(const std::string& caption, const std::vector<DdpRun>& r
         if (run.oom) { continue; }
         const double total = run.ms[TOTAL].mean, comm = run.ms[COMMUNICATION].mean;
         const double rate = 1e3 * options.batch_size * ranks / total;
-        std::string hidden, saved, speedup;
+        string hidden, saved, speedup;
         if (comm > 0) { hidden = strprintf("%.1f%%", 100 * run.ms[HIDDEN].mean / comm); }
         if (run.strategy != NO_SYNC) { saved = strprintf("%+.1f%%", 100 * (1 - total / naive_ms)); }
         if (!single.oom) { speedup = strprintf("%.2fx", single_ms / total); }
@@ -896,9 +895,9 @@ static void print_steps(const std::string& caption, const std::vector<DdpRun>& r
 // Says how our time stands to theirs: "12.1 % less than naive (133.12 ms)", "2.10 times as long as
 // flat (116.98 ms)", "level with flat (116.98 ms) within twice the standard error", or "too noisy
 // to compare with naive (133.12 ms)".
-static std::string against(const Stats& ours, const Stats& theirs, const char* name) {
+static string against(const Stats& ours, const Stats& theirs, const char* name) {
     const double times = ours.mean / theirs.mean, percent = 100 * std::fabs(times - 1);
-    const std::string they = strprintf("%s (%.2f ms)", name, theirs.mean);
+    const string they = strprintf("%s (%.2f ms)", name, theirs.mean);
     const char* why_level = level(ours, theirs);
     if (why_level && percent > 10) { return "too noisy to compare with " + they; }
     if (why_level) { return "level with " + they + " " + why_level; }
@@ -910,7 +909,7 @@ static std::string against(const Stats& ours, const Stats& theirs, const char* n
 // The answers of the benchmarking commands. The runs stand in the order of Strategy.
 
 // Answers how long naive's step takes, and how much of it is exposed communication.
-static void answer_naive_ddp_benchmarking(const std::vector<DdpRun>& runs) {
+static void answer_naive_ddp_benchmarking(const vector<DdpRun>& runs) {
     const DdpRun& naive = runs[NAIVE];
     const double total = naive.ms[TOTAL].mean, exposed = naive.ms[EXPOSED].mean,
                  comm = naive.ms[COMMUNICATION].mean;
@@ -923,7 +922,7 @@ static void answer_naive_ddp_benchmarking(const std::vector<DdpRun>& runs) {
 }
 
 // Answers what one call instead of one per tensor changes.
-static void answer_minimal_ddp_flat_benchmarking(const std::vector<DdpRun>& runs) {
+static void answer_minimal_ddp_flat_benchmarking(const vector<DdpRun>& runs) {
     const DdpRun &naive = runs[NAIVE], &flat = runs[FLAT];
     answer("",
            "With one all-reduce for all gradients a step takes %.2f ms: %s. The all-reduce of %.1f "
@@ -934,7 +933,7 @@ static void answer_minimal_ddp_flat_benchmarking(const std::vector<DdpRun>& runs
 }
 
 // Answers what calls during backward change (a), and what the traces show (b).
-static void answer_ddp_overlap_individual_parameters_benchmarking(const std::vector<DdpRun>& runs) {
+static void answer_ddp_overlap_individual_parameters_benchmarking(const vector<DdpRun>& runs) {
     const DdpRun &naive = runs[NAIVE], &over = runs[OVERLAPPED];
     const Stats& total = over.ms[TOTAL];
     answer("a", "Overlapped, a step takes %.2f ms: %s, and %s.", total.mean,
@@ -954,12 +953,12 @@ static void answer_ddp_overlap_individual_parameters_benchmarking(const std::vec
 }
 
 // Answers (a) which bucket size is the fastest, and whether others are level with it.
-static void answer_fastest_bucket(const std::vector<DdpRun>& runs) {
+static void answer_fastest_bucket(const vector<DdpRun>& runs) {
     auto by_time = [](auto& a, auto& b) { return a.ms[TOTAL].mean < b.ms[TOTAL].mean; };
     const auto first = runs.begin() + BUCKETED;
     const auto fastest = std::min_element(first, runs.end(), by_time);
     const Stats& best = fastest->ms[TOTAL];
-    std::vector<std::string> others;
+    vector<string> others;
     for (auto run = first; run != runs.end(); run++) {
         const Stats& total = run->ms[TOTAL];
         const char* why_level = level(total, best);
@@ -979,7 +978,7 @@ static void answer_fastest_bucket(const std::vector<DdpRun>& runs) {
 
 // Answers (a) whether large buckets do what one expects: fewer calls take less time in all, and a
 // large last bucket leaves more exposed.
-static void answer_large_buckets(const std::vector<DdpRun>& runs) {
+static void answer_large_buckets(const vector<DdpRun>& runs) {
     auto by_calls = [](auto& a, auto& b) { return a.calls < b.calls; };
     const DdpRun& few = *std::min_element(runs.begin() + BUCKETED, runs.end(), by_calls);
     const DdpRun& many = runs[OVERLAPPED];
@@ -1011,7 +1010,7 @@ static CallCost fit_line(const DdpRun& naive, const DdpRun& flat) {
 
 // Answers (a), and (b): the overhead of n_b buckets of s bytes together, at w bytes/s and o for
 // each call, and the best size of a bucket.
-static void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs) {
+static void answer_ddp_bucketed_benchmarking(const vector<DdpRun>& runs) {
     const DdpRun &naive = runs[NAIVE], &flat = runs[FLAT];
     answer_fastest_bucket(runs);
     answer_large_buckets(runs);
@@ -1048,9 +1047,9 @@ static void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs) {
 // The commands that benchmark
 
 // Returns where the buckets of a model end, each as the number of the parameter behind it.
-static std::vector<int> ends_of_buckets(const ModelConfig& config, double cap_mb) {
+static vector<int> ends_of_buckets(const ModelConfig& config, double cap_mb) {
     const Model planned = lay_out_model(config);
-    std::vector<int> ends;
+    vector<int> ends;
     for (const Bucket& b : cut_into_buckets(planned.parameters, weight_dtype(), cap_mb)) {
         ends.push_back(b.past);
     }
@@ -1058,8 +1057,8 @@ static std::vector<int> ends_of_buckets(const ModelConfig& config, double cap_mb
 }
 
 // Joins neighbouring caps that cut the same buckets into one way, with both names.
-static void join_equal_caps(const ModelConfig& config, std::vector<DdpRun>& runs) {
-    std::vector<DdpRun> joined;
+static void join_equal_caps(const ModelConfig& config, vector<DdpRun>& runs) {
+    vector<DdpRun> joined;
     for (const DdpRun& run : runs) {
         if (joined.size() > BUCKETED && ends_of_buckets(config, run.bucket_mb) ==
                                             ends_of_buckets(config, joined.back().bucket_mb)) {
@@ -1073,14 +1072,14 @@ static void join_equal_caps(const ModelConfig& config, std::vector<DdpRun>& runs
 
 // Times the runs one after the other, then one process, and prints the tables and, where all ways
 // ran, the answer. Returns the exit code.
-static int benchmark(const Options& asked, std::vector<DdpRun> runs,
-                     void (*print_answer)(const std::vector<DdpRun>&)) {
+static int benchmark(const Options& asked, vector<DdpRun> runs,
+                     void (*print_answer)(const vector<DdpRun>&)) {
     return run_ranks(asked, [&](const Communicator& c) {
         Options options = asked;
         const ModelConfig config = choose_step(options, c);
-        const std::string caption = caption_of(options, config, c);
+        const string caption = caption_of(options, config, c);
         join_equal_caps(config, runs);
-        std::vector<Trace> traces;
+        vector<Trace> traces;
         for (DdpRun& run : runs) { run_strategy(c, options, config, run, traces); }
         if (!options.trace.empty()) { write_trace(options.trace, traces, caption, c); }
 
@@ -1101,7 +1100,7 @@ int cmd_ddp_overlap_individual_parameters_benchmarking(const Options& o) {
                      answer_ddp_overlap_individual_parameters_benchmarking);
 }
 int cmd_ddp_bucketed_benchmarking(const Options& o) {
-    std::vector<DdpRun> runs = {NO_SYNC, NAIVE, FLAT, OVERLAPPED};
+    vector<DdpRun> runs = {NO_SYNC, NAIVE, FLAT, OVERLAPPED};
     for (double mb : o.bucket_size_mb) { runs.push_back({BUCKETED, mb}); }
     return benchmark(o, runs, answer_ddp_bucketed_benchmarking);
 }
@@ -1204,7 +1203,7 @@ enum Moment { AFTER_INIT, BEFORE_STEP, AFTER_STEP };
 struct ShardingRun : WayRun {
     Sharding sharding;
     // by Moment: its name, and the peak since the one before
-    std::vector<std::pair<const char*, MemoryUse>> peaks{};
+    vector<std::pair<const char*, MemoryUse>> peaks{};
     ShardingRun(const char* name, Sharding s) : WayRun{name}, sharding(s) {}
 };
 
@@ -1237,8 +1236,7 @@ static void run_sharded(const Communicator& c, const Options& options, const Mod
 }
 
 // Answers (a), the memory; (b), the time; (c), what ZeRO-1 does otherwise.
-static void answer_optimizer_state_sharding_accounting(const std::vector<ShardingRun>& runs,
-                                                       int ranks) {
+static void answer_optimizer_state_sharding_accounting(const vector<ShardingRun>& runs, int ranks) {
     const ShardingRun &whole = runs[UNSHARDED], &ours = runs[BROADCAST], &zero = runs[ZERO1];
     const size_t* before_step = whole.peaks[BEFORE_STEP].second.peak_by;
     const size_t weights = before_step[PARAMETERS];  // 4 Psi bytes
@@ -1293,7 +1291,7 @@ int cmd_optimizer_state_sharding_accounting(const Options& asked) {
         Table memory{"Peaks of rank 0 in a first step, MiB",
                      {"Optimizer", "Moment", "parameters", "gradients", "optimizer state",
                       "the rest", "peak"}};
-        std::vector<ShardingRun> runs = {
+        vector<ShardingRun> runs = {
             {"unsharded", UNSHARDED}, {"broadcast", BROADCAST}, {"ZeRO-1", ZERO1}};
         for (ShardingRun& run : runs) {
             run_sharded(c, options, config, run);

@@ -105,7 +105,7 @@ static void scores_cpu(float* S, const TileOfS& t) {
 static void flash_forward_tile_cpu(const AttentionArgs& a, int D, int head, int q0) {
     const int M = std::min(CPU_BQ, a.Tq - q0);
     const int keys = keys_seen(a.causal, q0 + M - 1, a.Tk);
-    std::vector<float> S(CPU_BQ * CPU_BK), O(M * D), m(M, -FLT_MAX), l(M);
+    vector<float> S(CPU_BQ * CPU_BK), O(M * D), m(M, -FLT_MAX), l(M);
     for (int k0 = 0; k0 < keys; k0 += CPU_BK) {
         const int N = std::min(CPU_BK, keys - k0);
         const TileOfS tile = {a, D, head, q0, M, k0, N};
@@ -198,7 +198,7 @@ static void flash_backward_cpu(const AttentionTensors& t) {
     one_blas_thread();
 #pragma omp parallel for schedule(dynamic)
     for (int head = 0; head < a.B * a.H; head++) {
-        std::vector<float> P(CPU_BQ * CPU_BK), dS(CPU_BQ * CPU_BK);
+        vector<float> P(CPU_BQ * CPU_BK), dS(CPU_BQ * CPU_BK);
         for (int k0 = 0; k0 < a.Tk; k0 += CPU_BK) {
             const int N = std::min(CPU_BK, a.Tk - k0);
             // At least the last tile of queries, though it may see none of these keys: their
@@ -539,7 +539,7 @@ static double roundoff(DType t) {
 }
 enum { OF_O, OF_L, OF_DQ, OF_DK, OF_DV };
 struct Reference {
-    std::vector<Tensor> results, bounds;  // [OF_O] and [OF_L]; the others if there is a dO
+    vector<Tensor> results, bounds;  // [OF_O] and [OF_L]; the others if there is a dO
 };
 
 // Adds what query i of a head gives to the results, and the squares of its errors to the bounds. t
@@ -562,7 +562,7 @@ static void add_query(Reference& r, const AttentionTensors& t, double u, double 
 
     const int n = keys_seen(t.causal, (int)i, (int)t.k.dim(2));
     const double* q = row(t.q, i);
-    std::vector<double> s(n), p(n), dp(n);
+    vector<double> s(n), p(n), dp(n);
     double m = -INFINITY, sum = 0, largest = 0;
     for (int j = 0; j < n; j++) {
         s[j] = scale * std::inner_product(q, q + D, row(t.k, j), 0.0);
@@ -611,7 +611,7 @@ static Reference reference(const AttentionTensors& in, DType stored) {
     const double tiny = stored == F16 ? 0x1p-25 : 0;
 
     Reference r;
-    for (std::vector<Tensor>* all : {&r.results, &r.bounds}) {
+    for (vector<Tensor>* all : {&r.results, &r.bounds}) {
         *all = {zeros(t.q.shape, F64), zeros({t.q.dim(0), t.q.dim(1), Tq}, F64)};
         if (!t.dO) { continue; }
         for (const Tensor* x : {&t.q, &t.k, &t.v}) { all->push_back(zeros(x->shape, F64)); }
@@ -636,7 +636,7 @@ static Reference reference(const AttentionTensors& in, DType stored) {
 // test size and at odd ones. They print the largest error of each result, a verdict, and what the
 // handout asks of the algorithm.
 
-static const std::vector<AttentionCase> check_cases = {
+static const vector<AttentionCase> check_cases = {
     {4, 1, 128, 128, 64, false},   // the handout's
     {4, 1, 128, 128, 64, true},    // the same, causal
     {1, 2, 1, 1, 16, true},        // one query and one key
@@ -656,7 +656,7 @@ struct ResultError {
 };
 // Returns how far `got` is from `want`. A number that is not finite is infinitely far.
 static ResultError error_of(const Tensor& got, const Tensor& want, const Tensor& bound) {
-    const std::vector<double> x = to_doubles(got), y = to_doubles(want), b = to_doubles(bound);
+    const vector<double> x = to_doubles(got), y = to_doubles(want), b = to_doubles(bound);
     ResultError e;
     for (size_t i = 0; i < y.size(); i++) {
         const double error = std::fabs(x[i] - y[i]);
@@ -692,7 +692,7 @@ static int check_attention(const Options& o, const char* name, bool with_backwar
                 if (!(impl.device == device || is_tiled) || !impl.takes(dtype, c.D)) { continue; }
 
                 context.device = impl.device;
-                const std::vector<Tensor> got = outputs_of(impl, as_type(dtype, in));
+                const vector<Tensor> got = outputs_of(impl, as_type(dtype, in));
                 table.row(impl.name, dtype,
                           strprintf("%d, %d, %d, %d, %d", c.B, c.H, c.Tq, c.Tk, c.D),
                           c.causal ? "yes" : "no");
@@ -794,7 +794,7 @@ static void answer_flash_benchmarking(const AttentionRuns& all) {
 int cmd_flash_benchmarking(const Options& o) {
     context.device = choose_device(o.device);
     const int longest = o.quick ? 512 : 65536;
-    std::vector<int> lengths;
+    vector<int> lengths;
     for (int S = 128; S <= longest; S *= 2) { lengths.push_back(S); }
     const double ms = o.quick ? 20 : 100;  // for each time
     AttentionRuns runs;
@@ -835,7 +835,7 @@ static double tflops_of(const AttentionCase& c, const PassTimes& t) {
     return t.oom ? NAN : 3.5 * 2 * c.H * c.Tq * (double)c.Tk * c.D / t.ms[BOTH_PASSES].median / 1e9;
 }
 // Prints how fast the fastest is and, at the course's sizes, what led the class.
-static void answer_flash_leaderboard(const std::string& impl, const AttentionCase& c,
+static void answer_flash_leaderboard(const string& impl, const AttentionCase& c,
                                      const PassTimes& t) {
     answer("",
            "Our fastest, %s, takes %.3f ms for forward and backward (%.3g TFLOP/s), %.3f ms for "
@@ -862,7 +862,7 @@ int cmd_flash_leaderboard(const Options& o) {
     if (context.device == CPU && !o.has("precision")) { context.precision = FP32; }
     const AttentionCase c{1, o.num_heads, o.context_length, o.context_length, D, true};
     const DType dtype = matmul_dtype();
-    std::vector<const AttentionImpl*> asked;
+    vector<const AttentionImpl*> asked;
     for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
         const bool is_here = impl.device == context.device && impl.takes(dtype, D);
         if (o.impl == "all" && is_here && impl.forward) { asked.push_back(&impl); }
@@ -878,7 +878,7 @@ int cmd_flash_leaderboard(const Options& o) {
                           warmup_ms / 1e3, ms / 1e3),
                 {"implementation", "forward ms", "backward ms", "forward+backward ms", "TFLOP/s",
                  "% of peak"}};
-    std::string best;
+    string best;
     PassTimes best_times;
     for (const AttentionImpl* impl : asked) {
         const PassTimes t = pass_times(*impl, c, dtype, effort);
@@ -903,7 +903,7 @@ int cmd_flash_leaderboard(const Options& o) {
 // [B,T,D] for one head.
 
 // Returns a tensor of the file on context.device, as [B,H,T,D]. Fails if it is empty.
-static Tensor from_file(const FileTensor& f, const std::string& path) {
+static Tensor from_file(const FileTensor& f, const string& path) {
     Shape shape = f.shape;
     if (shape.size() == 3) { shape.insert(shape.begin() + 1, 1); }
     if (count(shape) == 0) {
@@ -934,13 +934,13 @@ int cmd_attention(const Options& o) {
     }
 
     const AttentionImpl& impl = impl_named(o.impl, in.q.dtype, shape.back());
-    const std::vector<Tensor> outputs = outputs_of(impl, in);
+    const vector<Tensor> outputs = outputs_of(impl, in);
 
     const char* names[] = {"o", "lse", "dq", "dk", "dv"};
     const Shape shapes[] = {shape, Shape(shape.begin(), shape.end() - 1), shape, fk.shape,
                             fk.shape};
-    std::vector<Tensor> kept;  // until the file is written
-    std::vector<std::pair<std::string, FileTensor>> out;
+    vector<Tensor> kept;  // until the file is written
+    vector<std::pair<string, FileTensor>> out;
     for (size_t i = 0; i < outputs.size(); i++) {
         kept.push_back(view(to_device(contiguous(outputs[i]), CPU), 0, shapes[i]));
         out.push_back({names[i], describe(kept.back())});

@@ -35,19 +35,19 @@ struct FsdpWait {          // of the compute stream, for a collective and what r
 };
 struct Fsdp {
     Communicator c;
-    std::vector<Parameter> parameters;
-    std::vector<FsdpUnit> units;
+    vector<Parameter> parameters;
+    vector<FsdpUnit> units;
     // the own part of each unit, then the replicated weights
     ParameterGroup shard;
-    std::map<std::string, int64_t> replicated_at;  // by name: its first element there
-    int64_t replicated = 0;                        // where those begin
+    std::map<string, int64_t> replicated_at;  // by name: its first element there
+    int64_t replicated = 0;                   // where those begin
     // the own parts of all units but the first are (see FastWays)
     bool split = false;
     // of this backward; of all since the last step, or null
     Tensor replicated_gradients, replicated_sum;
     int in_buffer[2] = {-1, -1};  // the unit whose weights each buffer has
     WorkPtr gathers[2];
-    std::vector<FsdpWait> waits;     // of this step
+    vector<FsdpWait> waits;          // of this step
     bool steps_in_backward = false;  // see begin_fsdp_step
     // the unit that backward has come to; before it, a number above the last
     int reached = 0;
@@ -60,8 +60,8 @@ static Tensor own_part(const Fsdp& f, const FsdpUnit& unit, const Tensor& whole)
 }
 
 // Returns the units, with the range of the model's arena that each one's parameters cover.
-static std::vector<FsdpUnit> units_from(const std::vector<Parameter>& parameters) {
-    std::vector<FsdpUnit> units;
+static vector<FsdpUnit> units_from(const vector<Parameter>& parameters) {
+    vector<FsdpUnit> units;
     for (const Parameter& parameter : parameters) {
         if (parameter.unit == NORMS) { continue; }
         if (parameter.unit >= (int)units.size()) { units.resize(parameter.unit + 1); }
@@ -76,8 +76,7 @@ static std::vector<FsdpUnit> units_from(const std::vector<Parameter>& parameters
 // weight_dtype(). If that is fp32, weights are sent and computed with in compute_dtype. Unit 0, the
 // embedding, stays fp32 even then: it is a look-up only, as under autocast. Gradients have the
 // shard's dtype.
-static std::unique_ptr<Fsdp> fully_shard(const Communicator& c,
-                                         const std::vector<Parameter>& parameters,
+static std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const vector<Parameter>& parameters,
                                          DType compute_dtype) {
     auto made = std::make_unique<Fsdp>();
     Fsdp& fsdp = *made;
@@ -217,7 +216,7 @@ static void zero_the_rest(FsdpUnit& unit) {
 
 // Steps the weights that these gradients are of; each is a unit's, or that of all replicated
 // weights. Split weights have an AdamW of their own.
-static void step_shard(Fsdp& fsdp, std::vector<FlatGradient> gradients, float gradient_scale) {
+static void step_shard(Fsdp& fsdp, vector<FlatGradient> gradients, float gradient_scale) {
     NoGrad no_grad;
     ParameterGroup& group = fsdp.shard;
     auto is_split = [&](const FlatGradient& gradient) {  // of units 1 and up
@@ -310,8 +309,8 @@ static void finish_backward(Fsdp& fsdp) {
 }
 
 // Returns the gradients that this rank has now: its parts of units, and the norms'.
-static std::vector<FlatGradient> gradients_of(const Fsdp& f) {
-    std::vector<FlatGradient> all;
+static vector<FlatGradient> gradients_of(const Fsdp& f) {
+    vector<FlatGradient> all;
     for (const FsdpUnit& unit : f.units) {
         if (unit.gradient) { all.push_back({unit.gradient, unit.offset}); }
     }
@@ -319,7 +318,7 @@ static std::vector<FlatGradient> gradients_of(const Fsdp& f) {
     return all;
 }
 static double sharded_norm(const Fsdp& f) {
-    std::vector<FlatGradient> gradients = gradients_of(f);
+    vector<FlatGradient> gradients = gradients_of(f);
     if (f.c.rank > 0 && f.replicated_sum) { gradients.pop_back(); }  // they count once
     return norm_over_ranks(f.c, square_sum(gradients));
 }
@@ -343,7 +342,7 @@ static double fsdp_optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm) 
 // Calls `see` with every parameter in turn, whole, in the shard's dtype. With `write`, what `see`
 // leaves there is cut up again. Every rank has to call it.
 static void visit_whole(Fsdp& fsdp, bool write,
-                        const std::function<void(const Parameter&, const Tensor& whole)>& see) {
+                        const function<void(const Parameter&, const Tensor& whole)>& see) {
     for (const Parameter& parameter : fsdp.parameters) {
         if (parameter.unit != NORMS) { continue; }
         see(parameter,
@@ -426,21 +425,20 @@ struct FsdpCase {
     const char* checkpoint = "none";
     int batches = 1;  // backwards per step, whose gradients add up
 };
-static const std::vector<FsdpCase> fsdp_cases = {
-    {FP32, EAGER},           {FP32, FUSED},
-    {FP32, FLASH},           {PREC_BF16, EAGER},
-    {PREC_BF16, FUSED},      {PREC_FP16, EAGER},
-    {PREC_FP16, FUSED},      {FP32, FUSED, "1"},
-    {FP32, FUSED, "2"},      {FP32, FUSED, "ffn"},
-    {FP32, FUSED, "nested"}, {FP32, FUSED, "1", 2},
-    {PREC_PURE_BF16, FUSED}, {PREC_PURE_BF16, FUSED, "1"}};
+static const vector<FsdpCase> fsdp_cases = {{FP32, EAGER},           {FP32, FUSED},
+                                            {FP32, FLASH},           {PREC_BF16, EAGER},
+                                            {PREC_BF16, FUSED},      {PREC_FP16, EAGER},
+                                            {PREC_FP16, FUSED},      {FP32, FUSED, "1"},
+                                            {FP32, FUSED, "2"},      {FP32, FUSED, "ffn"},
+                                            {FP32, FUSED, "nested"}, {FP32, FUSED, "1", 2},
+                                            {PREC_PURE_BF16, FUSED}, {PREC_PURE_BF16, FUSED, "1"}};
 
 // Trains in one case with FSDP and in one process, and returns how their weights differ.
 static WeightsCheck check_case(const Communicator& c, const FsdpCase& tried, uint64_t seed) {
     context.precision = tried.precision;
     context.mode = tried.mode;
     context.checkpoint = checkpointing_from(tried.checkpoint);
-    WeightsCheck check{std::string("FSDP, ") + name_of(tried.precision),
+    WeightsCheck check{string("FSDP, ") + name_of(tried.precision),
                        strprintf("mode %s, checkpoint %s, %s per step", name_of(tried.mode),
                                  tried.checkpoint, counted(tried.batches, "backward").c_str())};
 
@@ -482,7 +480,7 @@ static WeightsCheck check_case(const Communicator& c, const FsdpCase& tried, uin
 // Checks all cases that run on this device, and prints the table and the answer.
 int cmd_fsdp(const Options& options) {
     return run_ranks(options, [&](const Communicator& c) {
-        std::vector<WeightsCheck> checks;
+        vector<WeightsCheck> checks;
         for (const FsdpCase& tried : fsdp_cases) {
             if (tried.mode == FLASH && !fastest_flash(context.device, F32, 16)) { continue; }
             checks.push_back(check_case(c, tried, options.seed));
@@ -506,7 +504,7 @@ int cmd_fsdp(const Options& options) {
 // early: see begin_fsdp_step's steps_in_backward
 enum Way { PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED, EARLY_ADAMW };
 struct FsdpRun : WayRun {
-    std::vector<double> gather{}, wait{};  // of each unit in forward, ms, in the mean step
+    vector<double> gather{}, wait{};  // of each unit in forward, ms, in the mean step
 };
 
 // Adds the last of `steps` steps. Forward comes first and asks for each unit once, in order.
@@ -522,7 +520,7 @@ static void add_unit_times(const Fsdp& fsdp, int steps, FsdpRun& run) {
 }
 
 // Prints (a)'s table, a row for each way, and (b)'s, a row for each of FSDP's units.
-static void print_fsdp_accounting(const std::string& caption, const std::vector<FsdpRun>& runs) {
+static void print_fsdp_accounting(const string& caption, const vector<FsdpRun>& runs) {
     Table memory{caption +
                      "; (a): rank 0 at its peak, MiB; early AdamW: each unit's step in backward",
                  {"Way", "peak", "predicted", "parameters", "copies", "gradients", "optimizer",
@@ -543,7 +541,7 @@ static void print_fsdp_accounting(const std::string& caption, const std::vector<
     Table times{"(b): FSDP's all-gathers in forward, and its waits for them, ms; rank 0, mean step",
                 {"unit", "gather", "wait"}};
     for (size_t i = 0; i < fsdp.gather.size(); i++) {
-        std::string unit = i == 0 ? "embedding" : strprintf("layer %zu", i - 1);
+        string unit = i == 0 ? "embedding" : strprintf("layer %zu", i - 1);
         if (i + 1 == fsdp.gather.size()) { unit = "lm_head"; }
         times.row(unit, strprintf("%.3f", fsdp.gather[i]), strprintf("%.3f", fsdp.wait[i]));
     }
@@ -552,9 +550,8 @@ static void print_fsdp_accounting(const std::string& caption, const std::vector<
 
 // Names in what FSDP's peak differs from the expected one, the largest part first, in MiB. FSDP
 // should save `saved` bytes of weights, as many of gradients, and `moments` of AdamW's state.
-static std::string causes(const MemoryUse& other, const MemoryUse& fsdp, double saved,
-                          double moments) {
-    std::multimap<double, std::string> parts;
+static string causes(const MemoryUse& other, const MemoryUse& fsdp, double saved, double moments) {
+    std::multimap<double, string> parts;
     for (Category category : {PARAMETERS, GRADIENTS, OPTIMIZER, WEIGHT_COPIES, ACTIVATIONS}) {
         double expected = category == OPTIMIZER ? moments : 0;
         if (category == PARAMETERS || category == GRADIENTS) { expected = saved; }
@@ -564,14 +561,13 @@ static std::string causes(const MemoryUse& other, const MemoryUse& fsdp, double 
             parts.insert({-std::fabs(mib), strprintf("%s %+.1f", name_of(category), mib)});
         }
     }
-    std::vector<std::string> all;
+    vector<string> all;
     for (const auto& part : parts) { all.push_back(part.second); }
     return list_of(all);
 }
 
 // Answers (a) and (b). runs: by Way; psi: parameters; bytes: of a weight.
-static void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, double psi,
-                                   int bytes) {
+static void answer_fsdp_accounting(const vector<FsdpRun>& runs, int world, double psi, int bytes) {
     const double N = world, full = 4 * bytes * psi, part = full / N, split = (full + part) / 2;
     answer("a",
            "FSDP should save %.1f MiB against DDP and %.1f MiB against a sharded optimizer. "
@@ -615,14 +611,14 @@ int cmd_fsdp_accounting(const Options& typed) {
         const ModelConfig config = choose_step(options, c);
         const uint64_t seed = options.seed;
         auto plain = [&] { return random_model(config, seed); };
-        const std::vector<std::pair<const char*, MakeTrainer>> ways = {
+        const vector<std::pair<const char*, MakeTrainer>> ways = {
             {"DDP", [&](auto& c) { return data_parallel_trainer(c, plain(), OVERLAPPED, 0); }},
             {"sharded optimizer", [&](auto& c) { return sharded_trainer(c, plain(), ZERO1); }},
             {"FSDP", [&](auto& c) { return fsdp_trainer(c, config, seed); }},
             {"FSDP, early AdamW", [&](auto& c) { return fsdp_trainer(c, config, seed, true); }}};
 
-        std::vector<FsdpRun> runs;
-        std::vector<Trace> traces;
+        vector<FsdpRun> runs;
+        vector<Trace> traces;
         for (const auto& way : ways) {
             const char* name = way.first;
             // its step needs a norm first
@@ -636,7 +632,7 @@ int cmd_fsdp_accounting(const Options& typed) {
             });
         }
 
-        const std::string caption = caption_of(options, config, c);
+        const string caption = caption_of(options, config, c);
         if (!options.trace.empty()) { write_trace(options.trace, traces, caption, c); }
         if (c.rank == 0) { print_fsdp_accounting(caption, runs); }
         if (can_compare(c, {runs.begin(), runs.end()}, false)) {
@@ -669,13 +665,13 @@ struct PassCost {  // of one device
 };
 // Backward, forward. An all-reduce of all gradients, data parallelism's, sends what the gathers and
 // reduce-scatters of FSDP's backward send.
-static std::vector<PassCost> fsdp_costs(const LayerSizes& l, double N) {
+static vector<PassCost> fsdp_costs(const LayerSizes& l, double N) {
     auto [B, D, F, C, W] = l;
     const double most = 1 + B * W / C;
     return {{"Backward", 12 * B * D * F / N, 12 * D * F * (N - 1) / N / W, most, BACKWARD_PRODUCTS},
             {"Forward", 6 * B * D * F / N, 6 * D * F * (N - 1) / N / W, most}};
 }
-static std::vector<PassCost> tp_costs(const LayerSizes& l, double N) {
+static vector<PassCost> tp_costs(const LayerSizes& l, double N) {
     auto [B, D, F, C, W] = l;
     const double sent = 4 * B * D * (N - 1) / N / W;
     return {{"Backward", 12 * B * D * F / N, sent, 1 + 3 * F * W / C, BACKWARD_PRODUCTS},
@@ -686,7 +682,7 @@ static std::vector<PassCost> tp_costs(const LayerSizes& l, double N) {
 // C and b = 3 D_FF W / (2 C) the axes' times are at most the products' up to 1 + a and 1 + b
 // devices. In turn they add up: 3 D_FF N + 2 B M <= Q, and N M is largest where both terms are Q /
 // 2. If that is less than one device along an axis, the axis goes.
-static std::vector<PassCost> fsdp_tp_costs(const LayerSizes& l, double N, double M) {
+static vector<PassCost> fsdp_tp_costs(const LayerSizes& l, double N, double M) {
     auto [B, D, F, C, W] = l;
     const double a = B * W / C, b = 3 * F * W / (2 * C), Q = 3 * B * F * W / C + 3 * F + 2 * B;
     double in_turn = Q * Q / (24 * B * F);
@@ -705,7 +701,7 @@ static LayerSizes sizes_of(const Options& o) {
     return {(double)o.tokens, (double)o.d_model, (double)o.d_ff, o.tflops * 1e12,
             o.bandwidth_gb * 1e9};
 }
-static void print_setting(const Options& o, const std::string& devices) {
+static void print_setting(const Options& o, const string& devices) {
     answer("",
            "%s: y = (f(x W1) * (x W2)) W3, products only, 2 bytes per element; B = %d tokens, D = "
            "%d, D_FF = %d, C = %g TFLOP/s, W = %g GB/s out of each device; %s; %s",
@@ -731,8 +727,8 @@ int cmd_alternate_ring_all_reduce(const Options& options) {
 
 // Prints the answers of data_parallel_calcs and fsdp_calcs. name: the handout's, of the number of
 // devices; sends: what backward sends twice.
-static int split_of_batch(const Options& options, const char* name,
-                          const std::vector<PassCost>& costs, const char* sends) {
+static int split_of_batch(const Options& options, const char* name, const vector<PassCost>& costs,
+                          const char* sends) {
     const auto [B, D, F, C, W] = sizes_of(options);
     const double N = options.devices;
     print_setting(options, strprintf("N = %s = %g", name, N));
@@ -771,7 +767,7 @@ int cmd_tp_calcs(const Options& options) {
     const LayerSizes sizes = sizes_of(options);
     const auto [B, D, F, C, W] = sizes;
     const double N = options.devices;
-    const std::vector<PassCost> costs = tp_costs(sizes, N);
+    const vector<PassCost> costs = tp_costs(sizes, N);
     const PassCost &backward = costs[0], &forward = costs[1];
     print_setting(options, strprintf("N_TP = %g", N));
     answer("a",
@@ -809,7 +805,7 @@ int cmd_fsdp_tp_calcs(const Options& options) {
     const LayerSizes sizes = sizes_of(options);
     const auto [B, D, F, C, W] = sizes;
     const double N = options.fsdp, M = options.tp;
-    const std::vector<PassCost> costs = fsdp_tp_costs(sizes, N, M);
+    const vector<PassCost> costs = fsdp_tp_costs(sizes, N, M);
     const PassCost &fsdp = costs[0], &tp = costs[1], &overlapped = costs[2];
     print_setting(options, strprintf("forward, N_FSDP = %g, N_TP = %g", N, M));
     answer("a",
@@ -905,7 +901,7 @@ static void choose_what_runs_again(const Options& options, int world, double roo
 }
 
 // Prints two tables: the parts of a step; its rates, memory and losses.
-static void print_leaderboard(const LeaderboardRun& run, const std::string& caption) {
+static void print_leaderboard(const LeaderboardRun& run, const string& caption) {
     Table parts = step_table(caption, "Model");
     add_step(parts, run);
     print(parts);

@@ -42,7 +42,7 @@ struct Types {
 // alone.
 template <int least = 1, class Fn>
 static void with_types(const Tensor& t, const Tensor& x, int64_t n,
-                       const std::vector<const void*>& addresses, Fn f) {
+                       const vector<const void*>& addresses, Fn f) {
     auto with_width = [&](auto zero, auto width) {
         using T = decltype(zero);
         if constexpr (std::is_same<T, bf16>::value) {
@@ -287,8 +287,7 @@ static void rmsnorm_backward(const Tensor& dx, bool add_dx, const Tensor& dx_low
 #endif
     Tensor partial = empty({parts, C}, F32, WORKSPACE);
 
-    std::vector<const void*> addresses = {dx.data, dx_low.data, partial.data,
-                                          dy.data, x.data,      w.data};
+    vector<const void*> addresses = {dx.data, dx_low.data, partial.data, dy.data, x.data, w.data};
     with_types(dy, x, C, addresses, [&](auto types) {
         using T = typename decltype(types)::T;
         using X = typename decltype(types)::X;
@@ -388,7 +387,7 @@ static void for_each_pack(Device device, int64_t N, int parts, int64_t C, const 
 Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype) {
     if (context.device == META) { return empty({T, D}, dtype, INPUTS); }
 
-    std::vector<float> values(T * D);
+    vector<float> values(T * D);
     for (int64_t t = 0; t < T; t++) {
         for (int64_t i = 0; i < D / 2; i++) {
             double angle = t * pow((double)theta, -2.0 * i / D);
@@ -853,7 +852,7 @@ __global__ void square_sum_kernel(double* partial, const T* g, int64_t n) {
 #endif
 // Returns the sum of all gradients' squares; on META, where there are no numbers, 1. On the GPU
 // each block writes a sum of its own, and the CPU adds these up.
-double square_sum(const std::vector<FlatGradient>& gradients) {
+double square_sum(const vector<FlatGradient>& gradients) {
     if (context.device == META) { return 1; }
 
     double sum = 0;
@@ -902,8 +901,8 @@ static void adamw_range(P* p, const G* g, P* m, P* v, int64_t n, AdamWScalars s)
     for (int64_t i = 0; i < n; i++) { adamw_element(p + i, g[i], m + i, v + i, s); }
 }
 // Updates the weights of each gradient: of flat p, m and v the elements from its offset on.
-static void adamw_plain(const Tensor& p, const std::vector<FlatGradient>& gradients,
-                        const Tensor& m, const Tensor& v, AdamWScalars s) {
+static void adamw_plain(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
+                        const Tensor& v, AdamWScalars s) {
     for (const FlatGradient& one : gradients) {
         with_gpu_type(one.g.dtype, [&](auto g_zero) {
             with_gpu_type(p.dtype, [&](auto zero) {
@@ -919,7 +918,7 @@ AdamWScalars scalars_of(const AdamW& a, int t, float gradient_scale) {
     return {1 - a.lr * a.weight_decay, a.beta1, a.beta2, a.eps, (float)step_size, gradient_scale};
 }
 // Takes AdamW's step t on flat p, m and v by the fastest way that is there for p.
-void adamw_update(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m,
+void adamw_update(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
                   const Tensor& v, const AdamW& a, int t, float gradient_scale, bool split) {
     Range range("optimizer");
     if (p.device() == META) { return; }

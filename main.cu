@@ -22,27 +22,26 @@ struct Command {
     bool timed;                               // so without a GPU it is as small as with --quick
     const char* what;
     // the last two: what edition 2026 and --quick set otherwise
-    std::string options, in_2026 = "", quick = "";
-    bool is_in(const std::string& edition) const {
+    string options, in_2026 = "", quick = "";
+    bool is_in(const string& edition) const {
         return *(edition == "2025" ? section_2025 : section_2026);
     }
     bool is_problem() const { return is_in("2025") || is_in("2026"); }
 };
 
-static const std::string MODEL = "d_model d_ff num_layers num_heads vocab_size ";
-static const std::string TIMED =
+static const string MODEL = "d_model d_ff num_layers num_heads vocab_size ";
+static const string TIMED =
     "size*=small,medium,large,xl,2.7B " + MODEL + "context_length*=256 batch_size steps seed ";
-static const std::string TIMED_2026 = "size=small,medium,large,xl,10B context_length=512";
-static const std::string TIMED_QUICK = "size=small context_length=32 batch_size=1 warmup=2 steps=2";
-static const std::string RANKS = "nproc backend timeout ";
-static const std::string CHECK = "seed " + RANKS;
-static const std::string DDP =
+static const string TIMED_2026 = "size=small,medium,large,xl,10B context_length=512";
+static const string TIMED_QUICK = "size=small context_length=32 batch_size=1 warmup=2 steps=2";
+static const string RANKS = "nproc backend timeout ";
+static const string CHECK = "seed " + RANKS;
+static const string DDP =
     "size=xl " + MODEL +
     "context_length=512 batch_size=2 warmup steps precision=fp32 mode=flash checkpoint seed " +
     RANKS;
 // The defaults are the 2026 leaderboard's layer and batch, and a device of an H200 node.
-static const std::string CALCS =
-    "tokens=65536 d_model=4096 d_ff=11008 tflops=989 bandwidth_gb=450 ";
+static const string CALCS = "tokens=65536 d_model=4096 d_ff=11008 tflops=989 bandwidth_gb=450 ";
 
 #define COMMAND(name) #name, cmd_##name
 static const Command COMMANDS[] = {
@@ -140,7 +139,7 @@ static const Command COMMANDS[] = {
 // CLI11's own ranges take NaN.
 template <class T>
 static CLI::Validator between(T least, T most, const char* what) {
-    auto check = [=](std::string& text) {
+    auto check = [=](string& text) {
         T value = 0;
         const bool fits = CLI::detail::lexical_cast(text, value) && value >= least && value <= most;
         return fits ? ""
@@ -155,11 +154,11 @@ static CLI::Validator whole(int least, int most = 1 << 20) {
 static CLI::Validator number(double most = FLT_MAX) {
     return between<double>(FLT_MIN, most, "a number");
 }
-static CLI::Validator one_of(const std::vector<std::string>& names) {
+static CLI::Validator one_of(const vector<string>& names) {
     return CLI::IsMember(names, CLI::ignore_case);
 }
 static const CLI::Validator OUTPUT(
-    [](std::string& path) -> std::string {  // tried before the work
+    [](string& path) -> string {  // tried before the work
         if (path.empty()) { return "takes a file's name, got ''"; }
         try {
             return replace_file(path, nullptr), "";
@@ -170,16 +169,16 @@ static const CLI::Validator OUTPUT(
 // Adds those options that the command takes, with its defaults.
 struct Adder {
     CLI::App& app;
-    std::string group;
+    string group;
     // a key, and what Command::options says behind it
-    std::map<std::string, std::string> words = {};
+    std::map<string, string> words = {};
     // The name on the command line is the key up to a dot.
     template <class Field>
-    void option(const std::string& key, Field& field, const CLI::Validator& takes,
-                std::string by_default, const std::string& help) {
+    void option(const string& key, Field& field, const CLI::Validator& takes, string by_default,
+                const string& help) {
         const auto found = words.find(key);
         if (found == words.end()) { return; }
-        const std::string word = found->second;
+        const string word = found->second;
         words.erase(found);
         CLI::Option* added =
             app.add_option("--" + key.substr(0, key.find('.')), field, help)->transform(takes);
@@ -189,7 +188,7 @@ struct Adder {
         if (word.find('=') < word.size()) { by_default = word.substr(word.find('=') + 1); }
         if (!by_default.empty()) { added->default_val(by_default); }
     }
-    void flag(const std::string& key, bool& field, const std::string& help) {
+    void flag(const string& key, bool& field, const string& help) {
         if (words.erase(key) > 0) { app.add_flag("--" + key, field, help)->group(group); }
     }
 };
@@ -231,7 +230,7 @@ static void add_own_options(Adder& add, Options& o) {
     add.option("out.folder", o.out, CLI::Validator(), "", "the folder to write to");
     // Attention, and what comes from files
     add.flag("causal", o.causal, "query i sees keys j <= i only");
-    std::set<std::string> impls = {"all", "auto"};
+    std::set<string> impls = {"all", "auto"};
     for (const AttentionImpl& impl : table_of<AttentionImpl>()) { impls.insert(impl.name); }
     add.option("impl", o.impl, one_of({impls.begin(), impls.end()}), "auto",
                "which implementation of attention runs");
@@ -269,7 +268,7 @@ static void add_own_options(Adder& add, Options& o) {
 static void add_options(CLI::App& app, const Command& command, Options& o) {
     Adder add{app, "Common options"};
     std::istringstream all("edition device format quick " + command.options);
-    for (std::string word; all >> word;) {
+    for (string word; all >> word;) {
         const size_t end = std::min(word.find_first_of("!*="), word.size());
         add.words[word.substr(0, end)] = word.substr(end);
     }
@@ -289,7 +288,7 @@ static void add_options(CLI::App& app, const Command& command, Options& o) {
 // -------------------------------------------------------------------------------------------------
 // From the words on the command line to Options
 
-static const Command& find_command(const std::string& word) {
+static const Command& find_command(const string& word) {
     for (const Command& c : COMMANDS) {
         if (word == c.id) { return c; }
     }
@@ -297,9 +296,9 @@ static const Command& find_command(const std::string& word) {
 }
 
 // Those that were not typed.
-static void set_defaults(CLI::App& app, const std::string& words) {
+static void set_defaults(CLI::App& app, const string& words) {
     std::istringstream all(words);
-    for (std::string word; all >> word;) {
+    for (string word; all >> word;) {
         CLI::Option* option = app.get_option("--" + word.substr(0, word.find('=')));
         if (option->count() == 0) { option->default_val(word.substr(word.find('=') + 1)); }
     }
@@ -310,10 +309,9 @@ static bool is_quick(const Command& c, const Options& o) {
 }
 // words: the command's id and what follows. Sets the context, too. False: they ask for help, which
 // is printed.
-static bool parse_options(const Command& command, const std::vector<std::string>& words,
-                          Options& o) {
+static bool parse_options(const Command& command, const vector<string>& words, Options& o) {
     o.command = command.id, o.command_line = words;
-    CLI::App app(command.what, std::string("cs336 ") + command.id);
+    CLI::App app(command.what, string("cs336 ") + command.id);
     app.set_help_flag("--help,-h", "this text");
     app.get_formatter()->column_width(32);
     add_options(app, command, o);
@@ -321,20 +319,20 @@ static bool parse_options(const Command& command, const std::vector<std::string>
         app.add_option("problem", o.words, "which to run; none: all");
     }
     if (command.is_problem() && !command.is_in("2025")) { o.edition = "2026"; }
-    for (const std::string& word : words) {  // CLI11 takes 1,,2 for 1,2
-        const std::string list = "," + word.substr(word.find('=') + 1) + ",";
-        if (list != ",," && list.find(",,") != std::string::npos) {
+    for (const string& word : words) {  // CLI11 takes 1,,2 for 1,2
+        const string list = "," + word.substr(word.find('=') + 1) + ",";
+        if (list != ",," && list.find(",,") != string::npos) {
             usage_error("%s: a word of the list is empty", word.c_str());
         }
     }
     try {
         // CLI11 takes them from the end
-        app.parse(std::vector<std::string>(words.rbegin(), words.rend() - 1));
+        app.parse(vector<string>(words.rbegin(), words.rend() - 1));
     } catch (const CLI::CallForHelp&) {
         if (o.edition == "2026") { set_defaults(app, command.in_2026); }
         return printf("%s", app.help().c_str()), false;
     } catch (const CLI::ExtrasError&) {
-        const std::string word = app.remaining()[0];
+        const string word = app.remaining()[0];
         const char* hint = word[0] == '-' ? "" : ", and a list takes commas";
         usage_error("%s: no such option; --help lists them%s", word.c_str(), hint);
     } catch (const CLI::ParseError& e) { usage_error("%s", e.what()); }
@@ -349,15 +347,15 @@ static bool parse_options(const Command& command, const std::vector<std::string>
     if (o.quick) { set_defaults(app, command.quick); }
     if (!o.context_lengths.empty()) { o.context_length = o.context_lengths[0]; }
     // the sizes have to fit each other
-    if (command.options.find(MODEL) != std::string::npos) { configs_of(o); }
-    for (const std::string& input : {o.weights, o.batch, o.inputs}) {
+    if (command.options.find(MODEL) != string::npos) { configs_of(o); }
+    for (const string& input : {o.weights, o.batch, o.inputs}) {
         std::error_code ignored;
         if (std::filesystem::equivalent(input, o.out, ignored)) {
             usage_error("--out: takes another file than the input");
         }
     }
-    if (std::error_code failed; command.options.find("out.folder") != std::string::npos &&
-                                (o.has("out") || !o.out.empty())) {
+    if (std::error_code failed;
+        command.options.find("out.folder") != string::npos && (o.has("out") || !o.out.empty())) {
         std::filesystem::create_directories(o.out, failed);
         if (failed) { usage_error("--out '%s': %s", o.out.c_str(), failed.message().c_str()); }
     }
@@ -386,9 +384,9 @@ static int cmd_list(const Options&) {
 
 // Whether the text is what a program of this commit prints on this device, at these sizes, in this
 // format. A program that knows no commit, or has changes of its own, says of no text that it is.
-static bool is_as_now(const std::string& text, const std::string& of_commit, bool quick) {
-    if (of_commit == "unknown" || of_commit.find("dirty") != std::string::npos) { return false; }
-    auto has = [&](const std::string& part) { return text.find(part) != std::string::npos; };
+static bool is_as_now(const string& text, const string& of_commit, bool quick) {
+    if (of_commit == "unknown" || of_commit.find("dirty") != string::npos) { return false; }
+    auto has = [&](const string& part) { return text.find(part) != string::npos; };
     const bool device = has(device_description()) || has("meta (nothing is computed)");
     return device && has("commit " + of_commit) && quick == has("sizes of --quick") &&
            context.csv == (text[0] == '#');
@@ -396,8 +394,8 @@ static bool is_as_now(const std::string& text, const std::string& of_commit, boo
 // Runs each problem in a process of its own and writes what it prints into a file. Returns 1 where
 // one failed.
 static int cmd_reproduce(const Options& o) {
-    std::vector<const Command*> problems;
-    for (const std::string& id : o.words) { problems.push_back(&find_command(id)); }
+    vector<const Command*> problems;
+    for (const string& id : o.words) { problems.push_back(&find_command(id)); }
     for (const Command& c : COMMANDS) {
         if (o.words.empty() && c.is_in(o.edition)) { problems.push_back(&c); }
     }
@@ -409,15 +407,15 @@ static int cmd_reproduce(const Options& o) {
     }
     int exit_code = 0;
     for (const Command* c : problems) {
-        std::vector<std::string> words = {c->id, "--device", o.device, "--format", o.format};
+        vector<string> words = {c->id, "--device", o.device, "--format", o.format};
         if (c->is_in(o.edition)) { words.insert(words.end(), {"--edition", o.edition}); }
         if (o.quick) { words.push_back("--quick"); }
         // Both handouts have it, but not with the same defaults.
         const bool differs = c->is_in("2025") && c->is_in("2026") && c->options.find("size") == 0;
-        const std::string path =
+        const string path =
             o.out + "/" + c->id + (o.edition == "2026" && differs ? "-2026" : "") + ".md";
         std::ifstream file(path);
-        const std::string before{std::istreambuf_iterator<char>(file), {}};
+        const string before{std::istreambuf_iterator<char>(file), {}};
         const bool done = is_as_now(before, commit(), is_quick(*c, o));
         note("%s%s", path.c_str(), done ? ": of this commit and device already" : "");
         if (done) { continue; }
@@ -451,8 +449,8 @@ static int cmd_info(const Options& o) {
     table.row("GPUs", cuda_devices(), "", "");
     table.row("memory available", available_memory(context.device) / 1073741824.0, "", "GiB");
     const int n = gpu ? 8192 : 1024, mib = gpu ? 1024 : 256;
-    for (Precision p : gpu ? std::vector<Precision>{PREC_BF16, PREC_FP16, TF32, FP32}
-                           : std::vector<Precision>{FP32}) {
+    for (Precision p :
+         gpu ? vector<Precision>{PREC_BF16, PREC_FP16, TF32, FP32} : vector<Precision>{FP32}) {
         table.row(strprintf("matmul %d^3 %s", n, name_of(p)), matmul_tflops(p, n), dense_peak(p),
                   "TFLOP/s");
     }
@@ -477,13 +475,13 @@ int main(int argc, char** argv) {
     signal(SIGCHLD, SIG_DFL);
     signal(SIGXFSZ, SIG_IGN);  // a file that grows over `ulimit -f`: the write fails, and says so
     choose_cpu_settings(argv);
-    const std::vector<std::string> words = {argv + 1, argv + argc};
-    const std::string word = argc > 1 ? words[0] : "";
+    const vector<string> words = {argv + 1, argv + argc};
+    const string word = argc > 1 ? words[0] : "";
     if (argc < 2) { return print_usage(stderr), 2; }
     if (word == "--help" || word == "-h" || word == "help") { return print_usage(stdout), 0; }
     if (word == "--version") { return printf("%s\n", commit().c_str()), 0; }
     int exit_code = 1;
-    std::string who = "cs336";
+    string who = "cs336";
     try {
         const Command& command = find_command(word);
         who += " " + word;

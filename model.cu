@@ -20,7 +20,7 @@
 // -------------------------------------------------------------------------------------------------
 // Sizes
 
-const std::vector<ModelConfig> model_sizes = {
+const vector<ModelConfig> model_sizes = {
     {"small", 768, 3072, 12, 12, 10000},  {"medium", 1024, 4096, 24, 16, 10000},
     {"large", 1280, 5120, 36, 20, 10000}, {"xl", 1600, 6400, 48, 25, 10000},
     {"2.7B", 2560, 10240, 32, 32, 10000}, {"xl (2026)", 2560, 10240, 32, 32, 10000},
@@ -40,8 +40,8 @@ static void check_config(const ModelConfig& c) {
 // Returns the sizes that the options name, checked: the one that --d_model, --d_ff, --num_layers
 // and --num_heads make, in which small's numbers stand for those that were not typed; or else those
 // of --size, in the order of the table.
-std::vector<ModelConfig> configs_of(const Options& o) {
-    std::vector<ModelConfig> configs;
+vector<ModelConfig> configs_of(const Options& o) {
+    vector<ModelConfig> configs;
     if (!o.has("size") && (o.d_model || o.d_ff || o.num_layers || o.num_heads)) {
         auto or_small = [](int typed, int small) { return typed ? typed : small; };
         const ModelConfig& s = model_sizes[0];
@@ -49,8 +49,8 @@ std::vector<ModelConfig> configs_of(const Options& o) {
                     or_small(o.num_layers, s.num_layers), or_small(o.num_heads, s.num_heads),
                     o.vocab_size}};
     } else {
-        std::set<std::string> names;
-        for (const std::string& size : o.size) {
+        std::set<string> names;
+        for (const string& size : o.size) {
             names.insert(size == "xl" && o.edition == "2026" ? "xl (2026)" : size);
         }
         for (const ModelConfig& c : model_sizes) {
@@ -76,7 +76,7 @@ int64_t aligned(int64_t elements) { return (elements + 63) / 64 * 64; }
 
 // A row of the table of weights.
 struct WeightRow {
-    std::string name;  // the staff model's, without ".weight"
+    string name;  // the staff model's, without ".weight"
     Shape shape;
     int unit;
     Tensor* place;  // in the model
@@ -87,13 +87,13 @@ struct WeightRow {
 
 // Returns a row for each weight of the model, in the order of the arena. The rows point into the
 // model.
-static std::vector<WeightRow> weight_rows(Model& model) {
+static vector<WeightRow> weight_rows(Model& model) {
     const int64_t C = model.config.d_model, F = model.config.d_ff, V = model.config.vocab_size;
     const int L = model.config.num_layers, none = -1;
-    std::vector<WeightRow> rows = {{"lm_head", {V, C}, L + 1, &model.lm_head},
-                                   {"ln_final", {C}, none, &model.ln_final}};
+    vector<WeightRow> rows = {{"lm_head", {V, C}, L + 1, &model.lm_head},
+                              {"ln_final", {C}, none, &model.ln_final}};
     for (int l = L - 1; l >= 0; l--) {
-        const std::string name = "layers." + std::to_string(l) + ".";
+        const string name = "layers." + std::to_string(l) + ".";
         Layer& layer = model.layers[l];
         rows.push_back({name + "ffn.w2", {C, F}, 1 + l, &layer.w2});
         rows.push_back({name + "ffn.w1", {F, C}, 1 + l, &layer.w1, &layer.w13, {2 * F, C}});
@@ -128,7 +128,7 @@ Model lay_out_model(const ModelConfig& c) {
 
 // Asks `place` for the tensor of every weight and of every joined one, and enters it in the model.
 void place_weights(Model& model, const Place& place) {
-    const std::vector<WeightRow> rows = weight_rows(model);
+    const vector<WeightRow> rows = weight_rows(model);
     for (size_t i = 0; i < rows.size(); i++) {
         Parameter& p = model.parameters[i];
         auto slot = [&](const Shape& shape) {
@@ -161,7 +161,7 @@ Model make_model(const ModelConfig& c, DType dtype) {
 
 // Fills a weight as the staff model does: a norm with 1, the embedding with deviation 1, and a
 // Linear with deviation sqrt(2 / (in + out)). The numbers depend on the seed and the name alone.
-void init_weight(const Tensor& weight, const std::string& name, uint64_t seed) {
+void init_weight(const Tensor& weight, const string& name, uint64_t seed) {
     float mean = 0, std = 1;
     if (weight.shape.size() == 1) {
         mean = 1;
@@ -204,8 +204,8 @@ void zero_gradients(const Model& model) {
 }
 
 // Split weights (see FastWays): the matrices, as the products take them.
-static std::vector<Tensor> matrices_of(const Model& model) {
-    std::vector<Tensor> all = {model.lm_head};
+static vector<Tensor> matrices_of(const Model& model) {
+    vector<Tensor> all = {model.lm_head};
     for (const Layer& l : model.layers) { all.insert(all.end(), {l.qkv, l.o, l.w13, l.w2}); }
     return all;
 }
@@ -234,7 +234,7 @@ void make_ready(Model& model, int64_t T) {
                                 model.weights.dtype == F64 ? F64 : F32);
     }
     split_weights(model, model.split);  // joins them where the context has changed
-    for (const Tensor& t : model.split ? matrices_of(model) : std::vector<Tensor>()) {
+    for (const Tensor& t : model.split ? matrices_of(model) : vector<Tensor>()) {
         t.gradient->low_precision = upper_halves(t);
     }
 }
@@ -352,8 +352,8 @@ Tensor forward_to_loss(Model& model, const Batch& batch) {
 
 // Returns the gradients as backward left them: outside mode eager a joined weight's slot has the
 // gradient, and not the slots of its parts.
-static std::vector<FlatGradient> flat_gradients(const Model& model) {
-    std::vector<FlatGradient> gradients;
+static vector<FlatGradient> flat_gradients(const Model& model) {
+    vector<FlatGradient> gradients;
     for (const Tensor& t : model.slots) {
         if (t.gradient->filled) { gradients.push_back({t.gradient->value, offset_of(model, t)}); }
     }
@@ -389,7 +389,7 @@ static void adamw_eager(const Model& model, AdamWScalars s) {
 // Takes AdamW's next step with gradient_scale times the gradients.
 static void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1) {
     NoGrad no_grad;
-    std::vector<FlatGradient> gradients = flat_gradients(model);
+    vector<FlatGradient> gradients = flat_gradients(model);
     const int t = ++model.step;
     if (context.mode == EAGER) {
         adamw_eager(model, scalars_of(a, t, gradient_scale));
@@ -414,7 +414,7 @@ static void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1) {
 Batch random_batch(int B, int T, int V, uint64_t seed) {
     auto random = [&](const char* name) {
         if (context.device == META) { return empty({B, T}, I32, INPUTS); }
-        std::vector<int> x((size_t)B * T);
+        vector<int> x((size_t)B * T);
         for (size_t i = 0; i < x.size(); i++) { x[i] = random_int(V, seed, key_of(name), i); }
         return from_ints(x, {B, T});
     };
@@ -427,7 +427,7 @@ void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale
 }
 // Runs forward and backward, and adds to the gradients that are there; else as forward_backward.
 static Tensor add_gradients(Model& model, const Batch& batch, float loss_scale,
-                            const std::function<void()>& between) {
+                            const function<void()>& between) {
     Tensor loss = forward_to_loss(model, batch);
     between();
     backward_from_loss(model, loss, loss_scale);
@@ -438,7 +438,7 @@ static bool by_graphs(const Model& model) {
 }
 
 Tensor forward_backward(Model& model, const Batch& batch, float loss_scale,
-                        const std::function<void()>& between) {
+                        const function<void()>& between) {
     if (by_graphs(model)) { return fast_ways.forward_backward(model, batch, loss_scale, between); }
     zero_gradients(model);
     return add_gradients(model, batch, loss_scale, between);
@@ -457,8 +457,8 @@ static float loss_scale_of(const LossScaler& scaler) {
 // what clips their norm to max_norm. Does not call it where the norm is not finite, which it would
 // spread to all weights. Returns the norm without the loss scale, or 0 if nobody asks for it.
 double guarded_step(LossScaler& scaler, double max_norm,
-                    const std::function<double()>& norm_of_gradients,
-                    const std::function<void(float gradient_scale)>& step) {
+                    const function<double()>& norm_of_gradients,
+                    const function<void(float gradient_scale)>& step) {
     bool fp16 = context.precision == PREC_FP16;
     double scale = 1 / loss_scale_of(scaler), norm = 0;
     if (fp16 || max_norm > 0) { norm = norm_of_gradients() * scale; }
@@ -480,7 +480,7 @@ double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, doub
 // Runs what a phase is: forward alone, with backward, or with the optimizer's step, too. Calls
 // `between` where one of its parts is done and another follows.
 void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler,
-               const std::function<void(Phase done)>& between) {
+               const function<void(Phase done)>& between) {
     if (phase == FORWARD) {
         infer(model, batch.tokens);
         return;
@@ -505,8 +505,7 @@ size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
 // Takes a step: forward and backward on each of this rank's batches, then the optimizer, and calls
 // between them what the ranks that share the step do besides. Leaves when each part began, and the
 // loss, the mean over the batches.
-void train_step(Trainer& t, const std::vector<Batch>& batches,
-                const std::function<void(StepPart)>& begins) {
+void train_step(Trainer& t, const vector<Batch>& batches, const function<void(StepPart)>& begins) {
     t.marks.clear();
     auto begin = [&](StepPart part) {
         t.marks.push_back({part, mark()});
@@ -514,7 +513,7 @@ void train_step(Trainer& t, const std::vector<Batch>& batches,
     };
     if (t.before_step) { t.before_step(); }
 
-    std::vector<Tensor> losses;
+    vector<Tensor> losses;
     for (const Batch& batch : batches) {
         begin(FORWARD_BLOCKS);
         auto pass = losses.empty() || t.sums_gradients ? forward_backward : add_gradients;
@@ -543,9 +542,9 @@ void train_step(Trainer& t, const std::vector<Batch>& batches,
 // (1.1.5). Each phase is warmed up and timed by itself. Every step waits for the device at its end,
 // and once more before its last part: backward, or the optimizer step.
 
-std::vector<Precision> precisions_of(const Options& o) {
-    std::vector<Precision> precisions;
-    for (const std::string& name : o.precision) { precisions.push_back(precision_from(name)); }
+vector<Precision> precisions_of(const Options& o) {
+    vector<Precision> precisions;
+    for (const string& name : o.precision) { precisions.push_back(precision_from(name)); }
     return precisions;
 }
 
@@ -566,10 +565,10 @@ static void check_checkpoint(int L) {
 }
 // Returns the modes of --mode, checked with each model and precision. If one of these has no flash,
 // a flash that was typed is a usage_error, and the default flash becomes fused.
-std::vector<Mode> modes_of(const Options& o, const std::vector<ModelConfig>& configs,
-                           const std::vector<Precision>& precisions) {
-    std::vector<Mode> modes;
-    for (const std::string& name : o.mode) { modes.push_back(mode_from(name)); }
+vector<Mode> modes_of(const Options& o, const vector<ModelConfig>& configs,
+                      const vector<Precision>& precisions) {
+    vector<Mode> modes;
+    for (const string& name : o.mode) { modes.push_back(mode_from(name)); }
 
     for (const ModelConfig& c : configs) {
         check_checkpoint(c.num_layers);
@@ -586,8 +585,8 @@ std::vector<Mode> modes_of(const Options& o, const std::vector<ModelConfig>& con
     return modes;
 }
 
-std::string caption_of(Mode mode) {
-    std::string caption = name_of(mode);
+string caption_of(Mode mode) {
+    string caption = name_of(mode);
     if (context.recompute) { caption += ", recompute"; }
     if (context.checkpoint) { caption += ", checkpoint " + name_of(context.checkpoint); }
     if (context.head_chunk) { caption += ", head chunk " + std::to_string(context.head_chunk); }
@@ -597,7 +596,7 @@ const char* name_of(Phase phase) {
     static const char* const names[] = {"forward", "forward+backward", "step"};
     return names[phase];
 }
-std::string row_of(const ModelConfig& c, int B, int T, Phase phase) {
+string row_of(const ModelConfig& c, int B, int T, Phase phase) {
     return strprintf("%s, batch %d, context length %d, %s, %s %s", c.name.c_str(), B, T,
                      name_of(phase), name_of(context.precision), caption_of(context.mode).c_str());
 }
@@ -610,7 +609,7 @@ static const char* const pass_names[] = {
 struct PassRun {
     size_t predicted = 0, peak = 0;  // bytes
     Stats ms{};                      // of no step (n is 0) if it did not fit
-    std::vector<double> all{};       // ms of each step, the warm-up's too
+    vector<double> all{};            // ms of each step, the warm-up's too
     bool ran() const { return ms.n > 0; }
 };
 struct StepRun {
@@ -628,18 +627,18 @@ static StepRun after_warmup(StepRun r, int warmup, int n) {
 }
 
 struct Setting {  // a precision and a mode, or what a table calls them
-    std::string name;
-    std::vector<StepRun> runs;  // by size
+    string name;
+    vector<StepRun> runs;  // by size
 };
 
 struct Sweep {  // what a command runs at one context length
     Options o;
-    std::vector<ModelConfig> configs;
-    std::vector<Precision> precisions;
-    std::vector<Mode> modes;
+    vector<ModelConfig> configs;
+    vector<Precision> precisions;
+    vector<Mode> modes;
 
-    std::string caption(const std::string& what) const {
-        std::set<std::string> vocabularies;
+    string caption(const string& what) const {
+        std::set<string> vocabularies;
         for (const ModelConfig& c : configs) { vocabularies.insert(std::to_string(c.vocab_size)); }
         return strprintf("%s; batch %d, context length: %d, vocabulary %s, warmup %d, steps %d",
                          what.c_str(), o.batch_size, o.context_length,
@@ -648,13 +647,13 @@ struct Sweep {  // what a command runs at one context length
     }
 };
 // Chooses the device, and returns a sweep for each context length.
-static std::vector<Sweep> sweeps_of(Options o) {
+static vector<Sweep> sweeps_of(Options o) {
     context.device = choose_device(o.device);
     std::sort(o.warmup.begin(), o.warmup.end());
     Sweep s{o, configs_of(o), precisions_of(o), {}};
     s.modes = modes_of(o, s.configs, s.precisions);
 
-    std::vector<Sweep> sweeps;
+    vector<Sweep> sweeps;
     for (int T : o.context_lengths) {
         s.o.context_length = T;
         sweeps.push_back(s);
@@ -676,8 +675,7 @@ static double last_part_ms(Phase phase, Model& model, const Batch& batch, LossSc
 }
 // Times phases of a model in context's precision and mode, each with its last part, and returns the
 // times, the peaks that were predicted, and those that were seen.
-static StepRun measure_model(const ModelConfig& c, const Options& o,
-                             const std::vector<Phase>& phases) {
+static StepRun measure_model(const ModelConfig& c, const Options& o, const vector<Phase>& phases) {
     StepRun r{c, context.precision, context.mode};
     const int B = o.batch_size, T = o.context_length;
     Model model;
@@ -707,12 +705,12 @@ static StepRun measure_model(const ModelConfig& c, const Options& o,
     return after_warmup(r, o.warmup.back(), o.steps);
 }
 // Returns measure_model's runs of each size of a sweep.
-static std::vector<StepRun> measure_sizes(const Sweep& s, Precision precision, Mode mode,
-                                          const std::vector<Phase>& phases = {
-                                              FORWARD, FORWARD_BACKWARD, STEP}) {
+static vector<StepRun> measure_sizes(const Sweep& s, Precision precision, Mode mode,
+                                     const vector<Phase>& phases = {FORWARD, FORWARD_BACKWARD,
+                                                                    STEP}) {
     context.precision = precision;
     context.mode = mode;
-    std::vector<StepRun> runs;
+    vector<StepRun> runs;
     for (const ModelConfig& c : s.configs) { runs.push_back(measure_model(c, s.o, phases)); }
     return runs;
 }
@@ -720,7 +718,7 @@ static void require_a_run(bool ran) {
     if (!ran) { fail("nothing fits into the memory that is available"); }
 }
 
-static std::string mean_cell(const PassRun& run, const char* format = "%.2f", double unit = 1) {
+static string mean_cell(const PassRun& run, const char* format = "%.2f", double unit = 1) {
     return run.ran() ? strprintf(format, run.ms.mean * unit) : oom_cell(run.predicted);
 }
 // Adds the cells of a pass, mean and deviation, to the last row of a table.
@@ -728,7 +726,7 @@ static void add_pass(Table& table, const PassRun& run) {
     table.rows.back().push_back(mean_cell(run));
     table.rows.back().push_back(deviation(run.ms, "%.2f"));
 }
-static Table times_table(const std::string& caption, std::vector<std::string> columns) {
+static Table times_table(const string& caption, vector<string> columns) {
     columns.insert(columns.end(), {"fw_mean_ms", "fw_std_ms", "bw_only_mean_ms", "bw_only_std_ms",
                                    "fwbw_mean_ms", "fwbw_std_ms"});
     return {caption, columns};
@@ -738,9 +736,8 @@ static void add_times(Table& table, const StepRun& r) {
     for (Pass pass : {FW, BW_ONLY, FWBW}) { add_pass(table, r.pass[pass]); }
 }
 // Returns a sentence that names the sizes in which a pass did not fit, or "" if it always did.
-static std::string out_of_memory(const std::vector<StepRun>& runs, Pass pass,
-                                 const std::string& in = "") {
-    std::vector<std::string> sizes;
+static string out_of_memory(const vector<StepRun>& runs, Pass pass, const string& in = "") {
+    vector<string> sizes;
     for (const StepRun& r : runs) {
         if (!r.pass[pass].ran()) { sizes.push_back(r.config.name); }
     }
@@ -756,9 +753,9 @@ constexpr double SMALL_DEVIATION = 0.05;  // of the mean
 
 // Answers (b): how long each part of a step takes in the largest size where it ran, where it did
 // not fit, and how large the standard deviation is.
-static void answer_step_times(const std::vector<StepRun>& runs) {
-    std::vector<std::string> times;
-    std::string oom;
+static void answer_step_times(const vector<StepRun>& runs) {
+    vector<string> times;
+    string oom;
     for (Pass pass : {FW, BW_ONLY, OPT_ONLY}) {
         const StepRun* largest = nullptr;
         for (const StepRun& r : runs) {
@@ -774,7 +771,7 @@ static void answer_step_times(const std::vector<StepRun>& runs) {
            name_of(runs[0].mode), list_of(times).c_str(), oom.c_str());
 
     double most = 0;  // standard deviation over mean
-    std::string of;
+    string of;
     for (const StepRun& r : runs) {
         for (int pass = 0; pass < PASSES; pass++) {
             const Stats& ms = r.pass[pass].ms;
@@ -816,7 +813,7 @@ static void print_seconds(const Setting& first, const Sweep& s) {
     print(table);
 }
 // Prints the optimizer's and the whole step's times of all settings, with the peak that was seen.
-static void print_whole_steps(const std::vector<Setting>& settings, const Sweep& s) {
+static void print_whole_steps(const vector<Setting>& settings, const Sweep& s) {
     Table table{s.caption("benchmarking_script: whole steps, with AdamW"),
                 {"size", "precision", "mode", "opt_mean_ms", "opt_std_ms", "step_mean_ms",
                  "step_std_ms", "peak step MiB"}};
@@ -826,7 +823,7 @@ static void print_whole_steps(const std::vector<Setting>& settings, const Sweep&
             table.row(r.config.name, r.precision, r.mode);
             add_pass(table, r.pass[OPT_ONLY]);
             add_pass(table, step);
-            const std::string peak = step.ran() ? strprintf("%.0f", mib_of(step.peak)) : "";
+            const string peak = step.ran() ? strprintf("%.0f", mib_of(step.peak)) : "";
             table.rows.back().push_back(peak);
         }
     }
@@ -836,14 +833,14 @@ static void print_whole_steps(const std::vector<Setting>& settings, const Sweep&
 // Answers (c): compares a run after the most warm-up steps with the same run after fewer, `steps`
 // of which are counted. One slow step raises a cold mean and its deviation alike, so only the warm
 // run's deviation is noise.
-static void answer_warmup(const StepRun& cold, const std::vector<int>& warmup, int steps) {
+static void answer_warmup(const StepRun& cold, const vector<int>& warmup, int steps) {
     bool first_is_slow = false;
     for (Pass pass : {FW, BW_ONLY}) {
         const PassRun& warm = cold.pass[pass];
         if (!warm.ran()) { continue; }
         const double noise = std::max(warm.ms.std, SMALL_DEVIATION * warm.ms.mean);
 
-        std::vector<std::string> verdicts;
+        vector<string> verdicts;
         for (size_t i = 0; i + 1 < warmup.size(); i++) {
             const double mean = after_warmup(cold, warmup[i], steps).pass[pass].ms.mean;
             const double difference = mean - warm.ms.mean;
@@ -851,7 +848,7 @@ static void answer_warmup(const StepRun& cold, const std::vector<int>& warmup, i
                 verdicts.push_back(strprintf("level with %d", warmup[i]));
                 continue;
             }
-            std::string verdict =
+            string verdict =
                 strprintf("%.2f times as long with %d", mean / warm.ms.mean, warmup[i]);
             if (difference > 0) {  // by a step that only the cold mean counts
                 const auto slowest = std::max_element(warm.all.begin() + warmup[i],
@@ -895,11 +892,11 @@ static void print_warmups(const Setting& first, const Sweep& s) {
 int cmd_benchmarking_script(const Options& asked) {
     bool ran = false;
     for (const Sweep& s : sweeps_of(asked)) {
-        std::vector<Setting> settings;
+        vector<Setting> settings;
         for (Precision precision : s.precisions) {
             for (Mode mode : s.modes) {
-                const std::string name = strprintf("precision %s, mode %s", name_of(precision),
-                                                   caption_of(mode).c_str());
+                const string name = strprintf("precision %s, mode %s", name_of(precision),
+                                              caption_of(mode).c_str());
                 settings.push_back({name, measure_sizes(s, precision, mode)});
                 print_pass_times(settings.back(), s);
             }
@@ -923,13 +920,13 @@ int cmd_benchmarking_script(const Options& asked) {
 
 // Says how fast a pass is in `ours`, beside `theirs`, for the first and the last size that ran in
 // both.
-static std::string relative_speed(const Setting& ours, const Setting& theirs, Pass pass) {
-    std::vector<std::string> verdicts;
+static string relative_speed(const Setting& ours, const Setting& theirs, Pass pass) {
+    vector<string> verdicts;
     for (size_t i = 0; i < ours.runs.size(); i++) {
         const Stats &a = ours.runs[i].pass[pass].ms, &b = theirs.runs[i].pass[pass].ms;
         if (a.n == 0 || b.n == 0) { continue; }
         const char* why = level(a, b);
-        const std::string verdict =
+        const string verdict =
             why ? strprintf("level %s", why) : strprintf("%.2f times as fast", b.mean / a.mean);
         verdicts.push_back(verdict + " for " + ours.runs[i].config.name);
     }
@@ -939,12 +936,12 @@ static std::string relative_speed(const Setting& ours, const Setting& theirs, Pa
 }
 // Returns a table of the mean times: a row for each size and pass, a column for each setting, and
 // the speed-up of each but the first over the first.
-static Table settings_table(const std::string& caption, const std::vector<Setting>& settings,
-                            const std::vector<Pass>& passes) {
+static Table settings_table(const string& caption, const vector<Setting>& settings,
+                            const vector<Pass>& passes) {
     const Setting& first = settings[0];
     Table table{caption, {"size", "run_type", first.name + " (ms)"}};
     for (size_t k = 1; k < settings.size(); k++) {
-        const std::string& name = settings[k].name;
+        const string& name = settings[k].name;
         table.columns.push_back(name + " (ms)");
         table.columns.push_back(settings.size() > 2 ? name + " speedup" : "speedup");
     }
@@ -953,7 +950,7 @@ static Table settings_table(const std::string& caption, const std::vector<Settin
         for (Pass pass : passes) {
             const PassRun& theirs = first.runs[i].pass[pass];
             table.row(first.runs[i].config.name, pass_names[pass], mean_cell(theirs));
-            std::vector<std::string>& row = table.rows.back();
+            vector<string>& row = table.rows.back();
             for (size_t k = 1; k < settings.size(); k++) {
                 const PassRun& ours = settings[k].runs[i].pass[pass];
                 const bool both = ours.ran() && theirs.ran();
@@ -966,16 +963,15 @@ static Table settings_table(const std::string& caption, const std::vector<Settin
 }
 // Prints the table, and an answer for each setting but the first, about the first and the last of
 // the passes. Returns false where nothing ran.
-static bool compare_settings(const std::string& caption, const char* part,
-                             const std::vector<Setting>& settings,
-                             const std::vector<Pass>& passes) {
+static bool compare_settings(const string& caption, const char* part,
+                             const vector<Setting>& settings, const vector<Pass>& passes) {
     print(settings_table(caption, settings, passes));
     const Setting& first = settings[0];
     if (!first.runs[0].pass[FW].ran()) { return false; }
 
     for (size_t k = 1; k < settings.size(); k++) {
         const Setting& other = settings[k];
-        std::string oom;
+        string oom;
         for (const Setting& s : {first, other}) {
             oom += out_of_memory(s.runs, passes.back(), " in " + s.name);
         }
@@ -990,13 +986,13 @@ static bool compare_settings(const std::string& caption, const char* part,
 // Prints (a), which is attention's and stands in attention.cu, then (b) for each context length and
 // precision.
 int cmd_torch_compile(const Options& asked) {
-    const std::vector<Sweep> sweeps = sweeps_of(asked);  // which chooses the device
+    const vector<Sweep> sweeps = sweeps_of(asked);  // which chooses the device
     torch_compile_attention(asked);
 
     bool ran = false;
     for (const Sweep& s : sweeps) {
         for (Precision precision : s.precisions) {
-            const std::string caption =
+            const string caption =
                 "torch_compile (b): whole model; vanilla = eager, compiled = fused; precision ";
             ran |= compare_settings(s.caption(caption + name_of(precision)), "b",
                                     {{"vanilla", measure_sizes(s, precision, EAGER)},
@@ -1010,7 +1006,7 @@ int cmd_torch_compile(const Options& asked) {
 
 // Says in which of the modes that ran autocast's gradients are not as PyTorch's: see
 // gradient_target.
-static void answer_gradients(const std::vector<Setting>& settings) {
+static void answer_gradients(const vector<Setting>& settings) {
     for (const Setting& setting : settings) {
         const StepRun& r = setting.runs[0];
         const bool autocast = r.precision == PREC_BF16 || r.precision == PREC_FP16;
@@ -1023,13 +1019,13 @@ static void answer_gradients(const std::vector<Setting>& settings) {
 }
 // Prints (a) and (b), which stand in precision.cu, then (c): each mode's times in all precisions.
 int cmd_benchmarking_mixed_precision(const Options& asked) {
-    const std::vector<Sweep> sweeps = sweeps_of(asked);
+    const vector<Sweep> sweeps = sweeps_of(asked);
     print_toy_models();
 
     bool ran = false;
     for (const Sweep& s : sweeps) {
         for (Mode mode : s.modes) {
-            std::vector<Setting> settings;
+            vector<Setting> settings;
             for (Precision precision : s.precisions) {
                 if (precision == TF32 && context.device == CPU && !settings.empty()) { continue; }
                 settings.push_back(
@@ -1037,8 +1033,8 @@ int cmd_benchmarking_mixed_precision(const Options& asked) {
                      measure_sizes(s, precision, mode, {FORWARD, FORWARD_BACKWARD})});
             }
             ran |= compare_settings(
-                s.caption(std::string("benchmarking_mixed_precision (c); mode ") + name_of(mode)),
-                "c", settings, {FW, BW_ONLY});
+                s.caption(string("benchmarking_mixed_precision (c); mode ") + name_of(mode)), "c",
+                settings, {FW, BW_ONLY});
             answer_gradients(settings);
         }
     }
@@ -1100,16 +1096,16 @@ static int run_checkpointed_blocks(const Model& model, Tensor* x) {
     return 0;
 }
 
-std::string name_of(const Checkpointing& k) {
+string name_of(const Checkpointing& k) {
     static const char* const by_form[] = {"none", "%d", "nested", "ffn:%d", "blocks:%d"};
     if (k.form == Checkpointing::BLOCKS && k.n == 0) { return "ffn"; }
     return strprintf(by_form[k.form], k.n);
 }
 // Returns the checkpointing that name_of calls `name`. It tries every form, with the first number
 // of the name, and compares whole names: this refuses 0, 007, 3x and all else without a parser.
-Checkpointing checkpointing_from(const std::string& name) {
+Checkpointing checkpointing_from(const string& name) {
     const size_t digits = name.find_first_of("0123456789");
-    const int n = digits == std::string::npos ? 1 : std::max(1, atoi(&name[digits]));
+    const int n = digits == string::npos ? 1 : std::max(1, atoi(&name[digits]));
     for (const Checkpointing& k : {Checkpointing{},
                                    {Checkpointing::NESTED},
                                    {Checkpointing::BLOCKS, 0},
@@ -1150,9 +1146,9 @@ static size_t peak_beside_gradients(const ModelConfig& c, int B, int T) {
 }
 // Times whole steps with 1, 2, 4 and 8 blocks per checkpoint, as far as the model has so many, and,
 // as the last run, without checkpoints.
-static std::vector<CheckpointRun> run_checkpoints(const ModelConfig& c, const Options& o) {
+static vector<CheckpointRun> run_checkpoints(const ModelConfig& c, const Options& o) {
     RestoreContext restore;
-    std::vector<CheckpointRun> runs;
+    vector<CheckpointRun> runs;
     for (const char* name : {"1", "2", "4", "8", "none"}) {
         context.checkpoint = checkpointing_from(name);
         if (context.checkpoint.n > c.num_layers) { continue; }
@@ -1164,8 +1160,7 @@ static std::vector<CheckpointRun> run_checkpoints(const ModelConfig& c, const Op
 }
 
 // Answers (a) by predictions, since nesting runs so many of the N blocks again.
-static void answer_strategy(const std::vector<CheckpointRun>& runs, const CheckpointRun& nested,
-                            int N) {
+static void answer_strategy(const vector<CheckpointRun>& runs, const CheckpointRun& nested, int N) {
     const CheckpointRun &block = runs.front(), &without = runs.back();
     answer("a",
            "Beside weights and gradients linear nesting holds %s: %.1f MiB, against %.1f with a "
@@ -1190,16 +1185,16 @@ static void answer_strategy(const std::vector<CheckpointRun>& runs, const Checkp
 }
 // Answers (b): which sizes of checkpoints have the least peak of a step among those that ran. Peaks
 // that differ by less than 0.1 % are one.
-static void answer_sizes(const std::vector<CheckpointRun>& runs, const std::string& model) {
+static void answer_sizes(const vector<CheckpointRun>& runs, const string& model) {
     const CheckpointRun* best = nullptr;
     for (const CheckpointRun& r : runs) {
         if (r.checkpoint && r.step.ran() && (!best || r.bytes() < best->bytes())) { best = &r; }
     }
     if (!best) { return; }
 
-    std::vector<std::string> least, others;
+    vector<string> least, others;
     for (const CheckpointRun& r : runs) {
-        const std::string size = r.checkpoint ? counted(r.checkpoint.n, "block") : "no checkpoints";
+        const string size = r.checkpoint ? counted(r.checkpoint.n, "block") : "no checkpoints";
         if (r.checkpoint && r.step.ran() && r.bytes() < 1.001 * best->bytes()) {
             least.push_back(size);
         } else {
@@ -1223,7 +1218,7 @@ int cmd_gradient_checkpointing(const Options& asked) {
 
     CheckpointRun nested{context.checkpoint, peak_beside_gradients(c, B, T), {}};
     nested.step.predicted = predicted_peak(c, B, T, STEP);
-    const std::vector<CheckpointRun> runs = run_checkpoints(c, s.o);
+    const vector<CheckpointRun> runs = run_checkpoints(c, s.o);
 
     Table table{s.caption(strprintf(
                     "gradient_checkpointing: %s, N = %d blocks, precision %s, mode %s; beside: "
@@ -1262,12 +1257,12 @@ static void require_scale(const LossScaler& scaler) {
 
 constexpr int BYTES = 256;  // the vocabulary
 struct Text {
-    std::vector<uint8_t> bytes;
+    vector<uint8_t> bytes;
     int64_t train;  // bytes [0, train) are trained on, the last tenth is held out
 };
 // Reads a text, or of a larger one its first INT_MAX bytes, since random_int draws windows. Fails
 // if the tenth that is held out has no window of T bytes and their targets.
-static Text read_text(const std::string& path, int T) {
+static Text read_text(const string& path, int T) {
     std::ifstream file(path, std::ios::binary | std::ios::ate);
     const int64_t size = std::min<int64_t>(file.tellg(), INT_MAX);  // -1: there is no such file
     if (file.tellg() > size) {
@@ -1288,9 +1283,9 @@ static Text read_text(const std::string& path, int T) {
     return text;
 }
 // Returns the T bytes from each start on as tokens, and those one further on as targets.
-static Batch windows(const Text& text, const std::vector<int64_t>& starts, int T) {
+static Batch windows(const Text& text, const vector<int64_t>& starts, int T) {
     auto bytes = [&](int further) {
-        std::vector<int> x;
+        vector<int> x;
         for (int64_t start : starts) {
             const uint8_t* first = &text.bytes[start + further];
             x.insert(x.end(), first, first + T);
@@ -1302,7 +1297,7 @@ static Batch windows(const Text& text, const std::vector<int64_t>& starts, int T
 // Returns the batch of a step: windows of the training text at random, which depend on the seed and
 // the step alone.
 static Batch training_batch(const Text& text, const Options& o, int step) {
-    std::vector<int64_t> starts;
+    vector<int64_t> starts;
     for (int b = 0; b < o.batch_size; b++) {
         starts.push_back(random_int((int)(text.train - o.context_length), o.seed, key_of("windows"),
                                     (uint64_t)step * o.batch_size + b));
@@ -1324,9 +1319,9 @@ static double held_out_loss(Model& model, const Text& text, int T) {
 }
 
 // Draws a token from softmax(logits). i numbers the draws.
-static int draw_token(const std::vector<double>& logits, uint64_t seed, int i) {
+static int draw_token(const vector<double>& logits, uint64_t seed, int i) {
     const double max = *std::max_element(logits.begin(), logits.end());
-    std::vector<double> weights;
+    vector<double> weights;
     for (double x : logits) { weights.push_back(std::exp(x - max)); }
 
     double at = random_int(1 << 30, seed, key_of("sample"), i) / (double)(1 << 30);
@@ -1339,19 +1334,19 @@ static int draw_token(const std::vector<double>& logits, uint64_t seed, int i) {
     return last;
 }
 // Returns n bytes that continue the held-out text's first T; those that do not print as \xNN.
-static std::string sample_text(Model& model, const Text& text, int T, int n, uint64_t seed) {
+static string sample_text(Model& model, const Text& text, int T, int n, uint64_t seed) {
     NoGrad no_grad;
     const auto start = text.bytes.begin() + text.train;
-    std::vector<int> tokens(start, start + T);
-    std::string out;
+    vector<int> tokens(start, start + T);
+    string out;
     for (int i = 0; i < n; i++) {
         const Tensor logits = forward(model, from_ints({tokens.end() - T, tokens.end()}, {1, T}));
-        const std::vector<double> all = to_doubles(logits);
+        const vector<double> all = to_doubles(logits);
         const int token = draw_token({all.end() - BYTES, all.end()}, seed, i);
         tokens.push_back(token);
 
         const bool printable = token < 127 && (token >= 32 || token == '\n');
-        out += printable ? std::string(1, (char)token) : strprintf("\\x%02x", token);
+        out += printable ? string(1, (char)token) : strprintf("\\x%02x", token);
     }
     return out;
 }
@@ -1456,7 +1451,7 @@ static Tensor tensor_from_file(const FileTensor& f) {
     return t;
 }
 // Reads tokens and targets, [B,T] both, of a vocabulary of V.
-static Batch read_batch(const std::string& path, int V) {
+static Batch read_batch(const string& path, int V) {
     const SafeTensors file = load_safetensors(path);
     require_no_others(file, {"tokens", "targets"}, "tokens or targets");
     const Shape shape = require_tensor(file, "tokens", {-1, -1}, {"I32", "I64"}).shape;
@@ -1476,20 +1471,20 @@ static Batch read_batch(const std::string& path, int V) {
     return {read("tokens"), read("targets")};
 }
 
-using NamedTensors = std::vector<std::pair<std::string, Tensor>>;
+using NamedTensors = vector<std::pair<string, Tensor>>;
 // Adds each parameter's part of an arena of weights, gradients or moments, with the prefix before
 // its name.
-static void add_parts(NamedTensors& list, const std::string& prefix, const Model& model,
+static void add_parts(NamedTensors& list, const string& prefix, const Model& model,
                       const Tensor& arena) {
     for (const Parameter& p : model.parameters) {
         list.push_back({prefix + p.name, view(arena, p.offset, p.shape)});
     }
 }
 // Writes tensors as F32.
-static void save_tensors(const std::string& path, const NamedTensors& list) {
+static void save_tensors(const string& path, const NamedTensors& list) {
     NoGrad no_grad;
-    std::vector<Tensor> kept;
-    std::vector<std::pair<std::string, FileTensor>> described;
+    vector<Tensor> kept;
+    vector<std::pair<string, FileTensor>> described;
     for (const auto& [name, t] : list) {
         kept.push_back(to_device(contiguous(t.dtype == F32 ? t : cast(t, F32)), CPU));
         described.push_back({name, describe(kept.back())});
@@ -1500,7 +1495,7 @@ static void save_tensors(const std::string& path, const NamedTensors& list) {
 // where one is missing, superfluous or of a wrong shape.
 static Model read_model(const Options& o) {
     const SafeTensors file = load_safetensors(o.weights);
-    const std::set<std::string> floats = {"F32", "BF16"};
+    const std::set<string> floats = {"F32", "BF16"};
     const Shape embedding = require_tensor(file, "token_embeddings.weight", {-1, -1}, floats).shape;
     const Shape w1 = require_tensor(file, "layers.0.ffn.w1.weight", {-1, -1}, floats).shape;
     // a tensor that is empty may claim any length
@@ -1519,7 +1514,7 @@ static Model read_model(const Options& o) {
     context.mode = modes_of(o, {c}, {context.precision})[0];
 
     Model model = make_model(c);
-    std::set<std::string> known;
+    std::set<string> known;
     for (const Parameter& p : model.parameters) {
         const Tensor from = tensor_from_file(require_tensor(file, p.name, p.shape, floats));
         copy_or_add(detached(p.weight), to_device(from, context.device), false);

@@ -119,7 +119,7 @@ constexpr int LAYER_NORM = 2;
 
 // Runs the handout's ToyModel (fc1 - ReLU - LayerNorm - fc2, cross-entropy) forward and backward on
 // context.device under autocast to bf16 or fp16, and returns the dtypes of its components.
-static std::vector<DType> toy_model_dtypes(Precision precision) {
+static vector<DType> toy_model_dtypes(Precision precision) {
     RestoreContext restore;
     context.precision = precision;
     context.recording = true;
@@ -153,15 +153,15 @@ static std::vector<DType> toy_model_dtypes(Precision precision) {
 // Prints the dtypes of the toy model's components under both autocasts, and the answers to (a) and
 // (b).
 void print_toy_models() {
-    const std::vector<DType> half = toy_model_dtypes(PREC_FP16), bf16 = toy_model_dtypes(PREC_BF16);
+    const vector<DType> half = toy_model_dtypes(PREC_FP16), bf16 = toy_model_dtypes(PREC_BF16);
     Table table{strprintf("ToyModel: dtypes as seen, device %s, batch 8, 5 -> 10 -> 3",
                           name_of(context.device)),
                 {"component", "under autocast to fp16", "to bf16"}};
 
-    std::vector<std::string> seen;
+    vector<string> seen;
     for (size_t i = 0; i < half.size(); i++) {
         table.row(toy_components[i], half[i], bf16[i]);
-        seen.push_back(std::string(toy_components[i]) + " " + name_of(half[i]));
+        seen.push_back(string(toy_components[i]) + " " + name_of(half[i]));
     }
     print(table);
 

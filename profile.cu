@@ -24,7 +24,7 @@ using Json = nlohmann::json;
 // --trace finds that).
 
 // Takes the prefixes off the text, in their order, each if it is there.
-static std::string without(std::string text, std::initializer_list<const char*> prefixes) {
+static string without(string text, std::initializer_list<const char*> prefixes) {
     for (const char* prefix : prefixes) {
         if (text.compare(0, strlen(prefix), prefix) == 0) { text.erase(0, strlen(prefix)); }
     }
@@ -32,9 +32,9 @@ static std::string without(std::string text, std::initializer_list<const char*> 
 }
 
 // Shortens a kernel's signature to its name: "void f<int>(float*)" becomes "f<int>".
-static std::string short_kernel_name(std::string s) {
-    const std::string anonymous = "(anonymous namespace)::";
-    for (size_t at = s.find(anonymous); at != std::string::npos; at = s.find(anonymous)) {
+static string short_kernel_name(string s) {
+    const string anonymous = "(anonymous namespace)::";
+    for (size_t at = s.find(anonymous); at != string::npos; at = s.find(anonymous)) {
         s.erase(at, anonymous.size());
     }
     s = without(s, {"void "});
@@ -47,25 +47,25 @@ static std::string short_kernel_name(std::string s) {
 // Returns the path of each range of the trace, from the outermost range to itself. A backward step
 // stands below the range `backward`, and from there on where the forward recorded it:
 // step/backward/layer/attention/softmax.
-static std::vector<std::string> range_paths(const Trace& trace) {
-    std::vector<std::string> paths;
+static vector<string> range_paths(const Trace& trace) {
+    vector<string> paths;
     for (const TracedRange& r : trace.ranges) {  // parents stand before their children
-        const std::string above = r.parent < 0 ? "" : paths[r.parent];
-        std::string own = r.name;
+        const string above = r.parent < 0 ? "" : paths[r.parent];
+        string own = r.name;
         if (r.recorded_in >= 0) { own = without(paths[r.recorded_in], {"step/", "forward/"}); }
 
         paths.push_back(above.empty() || own.empty() ? above + own : above + "/" + own);
     }
     return paths;
 }
-static bool is_inside(const std::string& path, const char* range) {
-    return ("/" + path + "/").find(std::string("/") + range + "/") != std::string::npos;
+static bool is_inside(const string& path, const char* range) {
+    return ("/" + path + "/").find(string("/") + range + "/") != string::npos;
 }
 
 // Makes work of the ranges themselves, for the CPU, which runs no kernels: each range lasts as long
 // as the time that was not spent in the ranges inside it.
-static std::vector<TracedWork> work_of_ranges(const Trace& trace) {
-    std::vector<TracedWork> work;
+static vector<TracedWork> work_of_ranges(const Trace& trace) {
+    vector<TracedWork> work;
     for (const TracedRange& r : trace.ranges) {
         work.push_back({r.name, (int)work.size(), r.start, r.end});
         if (r.parent >= 0) { work[r.parent].end -= r.end - r.start; }
@@ -74,11 +74,11 @@ static std::vector<TracedWork> work_of_ranges(const Trace& trace) {
 }
 
 struct Launches {  // of one kernel
-    std::string kernel;
-    std::string path;        // of the range in which it was launched
-    std::vector<double> ns;  // the time of each launch
+    string kernel;
+    string path;        // of the range in which it was launched
+    vector<double> ns;  // the time of each launch
 };
-using Kernels = std::vector<Launches>;
+using Kernels = vector<Launches>;
 
 // Returns the work of the trace that lies in some range, one entry for each launch.
 static Kernels kernels_of(const Trace& trace) {
@@ -115,10 +115,10 @@ static Kernels outside(const Kernels& all, const char* range) { return in(all, r
 
 // Joins all launches to which `key` gives the same text into one entry with that text as its name.
 // Returns the entries, the one with the most time first.
-static Kernels grouped(const Kernels& all, const std::function<std::string(const Launches&)>& key) {
-    std::map<std::string, std::vector<double>> groups;
+static Kernels grouped(const Kernels& all, const function<string(const Launches&)>& key) {
+    std::map<string, vector<double>> groups;
     for (const Launches& l : all) {
-        std::vector<double>& ns = groups[key(l)];
+        vector<double>& ns = groups[key(l)];
         ns.insert(ns.end(), l.ns.begin(), l.ns.end());
     }
 
@@ -145,9 +145,9 @@ struct ProfileRun {  // of one size and length
     int B, T, passes;  // passes: in a trace
     ProfiledPhase forward{}, step{};
     Stats in_trace = stats_of({NAN});  // ms of a forward; NAN: none was traced
-    std::string no_kernels = "";       // why none were traced
+    string no_kernels = "";            // why none were traced
 };
-using ProfileRuns = std::vector<ProfileRun>;
+using ProfileRuns = vector<ProfileRun>;
 
 // Returns the time of the trace's forwards in ms, without the first: each lasts from its first
 // kernel's start to its last one's end. NAN: fewer than two were traced.
@@ -163,7 +163,7 @@ static Stats forward_in_trace(const Trace& trace) {
         whole.end = std::max(whole.end, w.end);
     }
 
-    std::vector<double> ms;
+    vector<double> ms;
     for (const auto& [range, whole] : forwards) { ms.push_back((whole.end - whole.start) / 1e6); }
     if (ms.size() < 2) { return stats_of({NAN}); }
     return stats_of({ms.begin() + 1, ms.end()});
@@ -171,8 +171,7 @@ static Stats forward_in_trace(const Trace& trace) {
 
 // Times a phase by the clock, then traces it, and leaves both in r. If --trace asks for it, the
 // trace is kept in `traces`, too.
-static void profile_phase(ProfileRun& r, Phase phase, const Options& o,
-                          std::vector<Trace>& traces) {
+static void profile_phase(ProfileRun& r, Phase phase, const Options& o, vector<Trace>& traces) {
     ProfiledPhase& p = phase == FORWARD ? r.forward : r.step;
     auto measure = [&] {
         Model model = random_model(r.config, o.seed);
@@ -207,27 +206,27 @@ static double ms_of(const ProfileRun& r, const Kernels& all) {  // per pass; NAN
 static double per_pass(const Launches& l, int passes) {  // how often the kernel runs in a pass
     return (double)l.ns.size() / passes;
 }
-static std::string size_and_length(const ProfileRun& r) {
+static string size_and_length(const ProfileRun& r) {
     return strprintf("%s at context length %d", r.config.name.c_str(), r.T);
 }
 
 // Shortens a kernel's name to a cell. In csv it is the whole name. In Markdown it is 25 characters,
 // so that the table stays within 120 columns, and what many names begin with is left out. These
 // characters stand together in the whole name, so a search for them finds it.
-static std::string name_cell(std::string name) {
+static string name_cell(string name) {
     constexpr size_t MOST = 25;
     if (context.csv) { return name; }
     for (const char* common :
          {"for_each_kernel<Elementwise<", "for_each_kernel<", "cutlass::Kernel2<cutlass_80_",
           "sm80_xmma_", "f32f32_f32f32_f32_", "bf16bf16_bf16f32_f32_"}) {
         const size_t at = name.find(common);
-        if (at != std::string::npos) { name.erase(0, at + strlen(common)); }
+        if (at != string::npos) { name.erase(0, at + strlen(common)); }
     }
     return "`" + name.substr(0, MOST) + "`";
 }
 
 // (a) Prints each run's times: forward by the clock and in the trace, and a whole step.
-static void print_clock_and_trace(const ProfileRuns& runs, const std::string& caption) {
+static void print_clock_and_trace(const ProfileRuns& runs, const string& caption) {
     Table t{
         "nsys_profile (a): means; 'trace': forward from its first start to its last end there; " +
             caption,
@@ -245,7 +244,7 @@ static void print_clock_and_trace(const ProfileRuns& runs, const std::string& ca
 }
 
 // (b) Prints the kernel that takes the most time, in forward, and in forward and backward.
-static void print_top_kernels(const ProfileRuns& runs, const std::string& caption) {
+static void print_top_kernels(const ProfileRuns& runs, const string& caption) {
     Table t{"nsys_profile (b): what takes the most time; " + caption,
             {"size", "S", "phase", "%", "times per pass", "name"}};
     auto add = [&](const ProfileRun& r, const char* phase, const Kernels& all) {
@@ -263,7 +262,7 @@ static void print_top_kernels(const ProfileRuns& runs, const std::string& captio
 
 // (c), (d), (e) Prints the shares of matrix products and of other parts, AdamW's time, and how
 // attention's time divides into softmax and products.
-static void print_shares(const ProfileRuns& runs, const std::string& caption) {
+static void print_shares(const ProfileRuns& runs, const string& caption) {
     Table t{"nsys_profile (c), (d), (e): matrix products and other parts, % of forward's time; " +
                 caption,
             {"size", "S", "matmul", "softmax", "rope", "swiglu", "rmsnorm", "step: matmul",
@@ -285,12 +284,12 @@ static void print_shares(const ProfileRuns& runs, const std::string& caption) {
     print(t);
 }
 
-static std::string with_unit(double ns) {  // as nsys prints times: a unit in each cell
+static string with_unit(double ns) {  // as nsys prints times: a unit in each cell
     return ns >= 1e6 ? strprintf("%.2f ms", ns / 1e6) : strprintf("%.2f μs", ns / 1e3);
 }
 // Prints the ten kernels with the most time as nsys' summary does. Total time and instances are
 // those of one pass; the other columns are over the launches of all passes.
-static void print_summary(const Kernels& all, int passes, const std::string& caption) {
+static void print_summary(const Kernels& all, int passes, const string& caption) {
     const Kernels kernels = by_name(all);
     const size_t rows = std::min<size_t>(10, kernels.size());
     Table t{strprintf("summary: the first %zu of %zu names; %s", rows, kernels.size(),
@@ -314,14 +313,14 @@ static void answer_times(const ProfileRun& r) {
                       clock, r.no_kernels.c_str(), size_and_length(r).c_str());
     }
     const char* within = level(r.forward.ms, r.in_trace);
-    const std::string verdict = within ? strprintf("match %s", within) : "differ";
+    const string verdict = within ? strprintf("match %s", within) : "differ";
     answer("a",
            "Forward takes %.1f ms by the clock and %.1f ms in the trace (%s). They %s (%+.1f %%).",
            clock, traced, size_and_length(r).c_str(), verdict.c_str(), 100 * (traced / clock - 1));
 }
 
 // Describes the kernel with the most time: "`gemm` (40.2 %, 97 times per pass)".
-static std::string about_first(const Kernels& all, int passes) {
+static string about_first(const Kernels& all, int passes) {
     const Launches top = by_name(all)[0];
     return strprintf("`%s` (%.1f %%, %s per pass)", top.kernel.c_str(), share({top}, all),
                      counted(strprintf("%g", per_pass(top, passes)), "time").c_str());
@@ -345,8 +344,8 @@ static Kernels others_in(const Kernels& all) {
 }
 // Lists the four parts of the model, each named by its innermost range, in which the others take
 // the most time: "softmax (4.2 %), rope (2.9 %), swiglu (2.2 %) and rmsnorm (2.0 %)".
-static std::string largest_others(const Kernels& all) {
-    std::vector<std::string> parts;
+static string largest_others(const Kernels& all) {
+    vector<string> parts;
     for (const Launches& l :
          grouped(others_in(all), [](auto& l) { return l.path.substr(l.path.rfind('/') + 1); })) {
         if (parts.size() == 4) { break; }
@@ -406,8 +405,8 @@ static void answer_softmax(const ProfileRun& r) {
 
 // Chooses the runs whose numbers the answers give: of each size, or of the last one only, the
 // longest length whose step ran, or else the longest whose forward did.
-static std::vector<const ProfileRun*> answered(const ProfileRuns& runs, bool each_size) {
-    std::vector<const ProfileRun*> found;
+static vector<const ProfileRun*> answered(const ProfileRuns& runs, bool each_size) {
+    vector<const ProfileRun*> found;
     for (const ProfileRun& r : runs) {
         if (r.forward.oom) { continue; }
         if (found.empty() || (each_size && found.back()->config.name != r.config.name)) {
@@ -447,7 +446,7 @@ int cmd_nsys_profile(const Options& o) {
     context.precision = precisions_of(o)[0];
     context.mode = modes_of(o, configs, {context.precision})[0];
 
-    std::vector<Trace> traces;
+    vector<Trace> traces;
     ProfileRuns runs;
     for (const ModelConfig& config : configs) {
         std::set<int> lengths(o.context_lengths.begin(), o.context_lengths.end());
@@ -465,7 +464,7 @@ int cmd_nsys_profile(const Options& o) {
         write_trace(o.trace, traces, "cs336 " + join(o.command_line, " ") + "; " + origin());
     }
 
-    const std::string setting =
+    const string setting =
         strprintf("%s; precision %s, mode %s",
                   context.device == CPU ? "ranges of operations by the CPU's clock" : "kernels",
                   name_of(context.precision), name_of(context.mode));
@@ -480,7 +479,7 @@ int cmd_nsys_profile(const Options& o) {
     if (!last.forward.kernels.empty()) {
         print_top_kernels(runs, setting);
         print_shares(runs, setting);
-        const std::string what =
+        const string what =
             strprintf(" of %s; Total Time and Instances: of one pass, the mean of %d; %s",
                       size_and_length(last).c_str(), last.passes, setting.c_str());
         print_summary(last.forward.kernels, last.passes, "forward" + what);
@@ -495,15 +494,15 @@ int cmd_nsys_profile(const Options& o) {
 // -------------------------------------------------------------------------------------------------
 // Trace files, in Chrome's format: an event per line
 
-static std::string quoted(const std::string& text) {  // a byte that is no UTF-8 becomes U+FFFD
+static string quoted(const string& text) {  // a byte that is no UTF-8 becomes U+FFFD
     return Json(text).dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 // Writes the ranges as slices in their thread's row, and all work as slices in its stream's. The
 // slices of a row have to nest: work that overlaps other work of its stream goes to a further row.
-void write_trace(const std::string& path, const std::vector<Trace>& traces,
-                 const std::string& caption, const Communicator& c) {
-    std::vector<std::string> events;
-    auto name = [&](const char* what, int row, const std::string& text) {
+void write_trace(const string& path, const vector<Trace>& traces, const string& caption,
+                 const Communicator& c) {
+    vector<string> events;
+    auto name = [&](const char* what, int row, const string& text) {
         events.push_back(strprintf(R"({"ph":"M","name":"%s","pid":%d,"tid":%d,"args":{"name":%s}})",
                                    what, c.rank, row, quoted(text).c_str()));
     };
@@ -520,10 +519,10 @@ void write_trace(const std::string& path, const std::vector<Trace>& traces,
     std::map<std::pair<unsigned, int>, int64_t> last_end;  // of the slices in (stream, row)
     for (const Trace& trace : traces) {
         const auto paths = range_paths(trace);
-        auto slice = [&](int row, const std::string& row_name, const char* category,
+        auto slice = [&](int row, const string& row_name, const char* category,
                          const TracedWork& w) {
             if (named_rows.insert(row).second) { name("thread_name", row, row_name); }
-            const std::string path = w.range < 0 ? "" : paths[w.range];
+            const string path = w.range < 0 ? "" : paths[w.range];
             events.push_back(strprintf(
                 R"({"ph":"X","cat":"%s","name":%s,"pid":%d,"tid":%d,"ts":%.3f,"dur":%.3f,"args":{"path":%s}})",
                 category, quoted(w.name).c_str(), c.rank, row, (w.start - midnight) / 1e3,
@@ -558,13 +557,13 @@ void write_trace(const std::string& path, const std::vector<Trace>& traces,
 
 // Returns the ranges around an allocation: "forward/layer/ffn". "held": it was there before the log
 // began.
-static std::string path_of(const MemoryEvent& e) {
+static string path_of(const MemoryEvent& e) {
     return e.ms == 0 ? "held" : join({e.ranges.begin(), e.ranges.end()}, "/");
 }
 // Returns which operation allocated: "attention/softmax exp". A lambda has no name, but its range
 // says what it does.
-static std::string op_of(const MemoryEvent& e) {
-    const std::string path = without(path_of(e), {"forward/", "layer/"});
+static string op_of(const MemoryEvent& e) {
+    const string path = without(path_of(e), {"forward/", "layer/"});
     const bool is_lambda = strcmp(e.at.function, "operator()") == 0;
     return is_lambda ? path : path + " " + e.at.function;
 }
@@ -584,7 +583,7 @@ enum Opcode : char {
     LONG1 = '\x8a'     // a number: 1 byte of length, then the number
 };
 // Appends to `to` the instructions that push the value.
-static void pickle(std::string& to, const Json& value) {
+static void pickle(string& to, const Json& value) {
     auto little_endian = [&](uint64_t number, int bytes) {
         for (int i = 0; i < bytes; i++) { to += (char)(number >> (8 * i)); }
     };
@@ -608,7 +607,7 @@ static void pickle(std::string& to, const Json& value) {
             to += APPENDS;
         }
     } else if (value.is_string()) {
-        const auto& text = value.get_ref<const std::string&>();
+        const auto& text = value.get_ref<const string&>();
         to += BINUNICODE;
         little_endian(text.size(), 4);
         to += text;
@@ -632,7 +631,7 @@ static Json snapshot_event(const MemoryEvent& e, const char* action, const char*
 }
 // Returns the log as such a file. It serves the viewer's "Active Memory Timeline"; the other views
 // need PyTorch's segments, of which our buffers have none.
-static std::string snapshot_pickle(const std::vector<MemoryEvent>& log) {
+static string snapshot_pickle(const vector<MemoryEvent>& log) {
     Json trace = Json::array();
     for (const MemoryEvent& e : log) {
         trace.push_back(
@@ -644,7 +643,7 @@ static std::string snapshot_pickle(const std::vector<MemoryEvent>& log) {
     end.at = here();
     trace.push_back(snapshot_event(end, "snapshot", "unknown"));
 
-    std::string bytes = {PROTO, 2};
+    string bytes = {PROTO, 2};
     pickle(bytes, {{"segments", Json::array()}, {"device_traces", Json::array({trace})}});
     return bytes + (char)STOP;
 }
@@ -655,7 +654,7 @@ struct PhaseMemory {
 };
 struct BlockMemory {  // what one block saves for backward, bytes
     size_t oom = 0;
-    std::map<std::string, int64_t> by_op = {};
+    std::map<string, int64_t> by_op = {};
     // all of it; of it 16-bit copies of weights, which go when backward ends
     int64_t bytes = 0, copies = 0;
     int64_t change = 0;   // of memory, while backward goes over the block
@@ -669,17 +668,17 @@ struct MemoryRun {  // one size and length, in one precision
     Precision precision;
     int B, T;
     PhaseMemory forward{}, step{};
-    std::string peak_in = "";                    // the range of forward's peak
-    size_t largest = 0;                          // allocation of forward, bytes
-    std::map<std::string, int> largest_by = {};  // whose they are, and how many
+    string peak_in = "";                    // the range of forward's peak
+    size_t largest = 0;                     // allocation of forward, bytes
+    std::map<string, int> largest_by = {};  // whose they are, and how many
     BlockMemory block{};
     const PhaseMemory& of(Phase phase) const { return phase == FORWARD ? forward : step; }
 };
-using MemoryRuns = std::vector<MemoryRun>;
+using MemoryRuns = vector<MemoryRun>;
 
 // Finds in forward's log where its peak was and what its largest allocations are. Buffers that were
 // there before the log began (at 0 ms) count to the peak, but are no allocation of forward.
-static void read_forward(MemoryRun& r, const std::vector<MemoryEvent>& log) {
+static void read_forward(MemoryRun& r, const vector<MemoryEvent>& log) {
     size_t now = 0, peak = 0;
     for (const MemoryEvent& e : log) {
         now += e.is_alloc ? e.bytes : -e.bytes;
@@ -705,7 +704,7 @@ static BlockMemory saved_by(const MemoryRun& r, int blocks, uint64_t seed) {
     Model model = random_model(config, seed);
     // The bytes held when backward leaves a block, from the last block to the first: the gradient
     // of its ln1 comes last.
-    std::vector<int64_t> left;
+    vector<int64_t> left;
     for (const Layer& layer : model.layers) {
         layer.ln1.gradient->ready = [&] { left.push_back(memory_use(context.device).now); };
     }
@@ -756,7 +755,7 @@ static void profile_block(MemoryRun& r, uint64_t seed) {
 // the second run: its peak and, of forward, what the log tells; the log is saved in `folder`,
 // unless that is "". Then measures a block.
 static MemoryRun profile_memory(const ModelConfig& config, Precision precision, int B, int T,
-                                uint64_t seed, const std::string& folder) {
+                                uint64_t seed, const string& folder) {
     MemoryRun r{config, precision, B, T};
     context.precision = precision;
     for (Phase phase : {FORWARD, STEP}) {
@@ -792,7 +791,7 @@ static MemoryRun profile_memory(const ModelConfig& config, Precision precision, 
 }
 
 // (b), (c) Prints the peaks of both phases.
-static void print_peaks(const MemoryRuns& runs, const std::string& caption) {
+static void print_peaks(const MemoryRuns& runs, const string& caption) {
     Table t{"memory_profiling (b), (c): " + caption,
             {"context length", "precision", "forward peak MiB", "full step peak MiB"}};
     auto peak = [](const PhaseMemory& m) {
@@ -815,7 +814,7 @@ static const MemoryRun* longest(const MemoryRuns& runs, Phase phase) {
 // (a) Tells what forward alone has above the weights, and where its peak is.
 static void answer_forward(const MemoryRun& r) {
     const size_t* by = r.forward.use.peak_by;
-    const std::string peak =
+    const string peak =
         is_inside(r.peak_in, "layer") ? "one equal peak per layer" : "one peak, in " + r.peak_in;
     answer("a",
            "Forward alone keeps nothing for backward: above the weights (%.1f MiB%s) it has %s, "
@@ -825,7 +824,7 @@ static void answer_forward(const MemoryRun& r) {
 }
 // (a) Tells how each block changes memory in a step, at each length.
 static void answer_stages(const MemoryRuns& runs) {
-    std::vector<std::string> changes;
+    vector<string> changes;
     for (const MemoryRun& r : runs) {
         if (r.precision != runs[0].precision || r.block.oom) { continue; }
         changes.push_back(strprintf("%+.1f MiB in forward, %+.1f in backward (%d tokens)",
@@ -871,7 +870,7 @@ static void answer_residual(const MemoryRuns& runs) {
     for (const MemoryRun& r : runs) { lengths.insert(r.T); }
 
     const int B = runs[0].B, C = runs[0].config.d_model;
-    std::vector<std::string> each;
+    vector<string> each;
     for (int T : lengths) {
         each.push_back(
             strprintf("%d x %d x %d x 4 / 1024^2 = %.1f MiB", B, T, C, mib_of(4.0 * B * T * C)));
@@ -881,7 +880,7 @@ static void answer_residual(const MemoryRuns& runs) {
 
 // (e) Tells how large forward's largest allocations are, and who makes them.
 static void answer_largest(const MemoryRun& r) {
-    std::vector<std::string> all;
+    vector<string> all;
     for (const auto& [by, times] : r.largest_by) {
         all.push_back(strprintf("%d by %s", times, by.c_str()));
     }
@@ -894,11 +893,11 @@ static void answer_largest(const MemoryRun& r) {
 static void answer_block(const MemoryRun& r) {
     const BlockMemory& m = r.block;
     if (m.oom) { return answer("f", "Three blocks do not fit."); }
-    std::vector<std::pair<int64_t, std::string>> most;
+    vector<std::pair<int64_t, string>> most;
     for (const auto& [op, bytes] : m.by_op) { most.push_back({bytes, op}); }
     std::sort(most.rbegin(), most.rend());
 
-    std::vector<std::string> five;
+    vector<string> five;
     for (const auto& [bytes, op] : most) {
         if (five.size() == 5) { break; }
         five.push_back(strprintf("%s %.1f %%", op.c_str(), 100.0 * bytes / m.bytes));

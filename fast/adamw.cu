@@ -135,7 +135,7 @@ __global__ void adamw_kernel(Updates all, P* p_all, P* m_all, P* v_all, AdamWSca
 // Updates the weights of all gradients, whose type is G, by as few launches as their number allows.
 // A launch takes 16 bytes at a time if every tensor in it begins and ends at a multiple of that.
 template <bool split, class P, class G>
-static void launch(const std::vector<FlatGradient>& gradients, const Tensor& p, const Tensor& m,
+static void launch(const vector<FlatGradient>& gradients, const Tensor& p, const Tensor& m,
                    const Tensor& v, AdamWScalars s) {
     constexpr int W = 16 / sizeof(P);
     for (size_t next = 0; next < gradients.size();) {
@@ -164,10 +164,10 @@ static void launch(const std::vector<FlatGradient>& gradients, const Tensor& p, 
 }
 // Updates all weights on the GPU, those of each gradient type by themselves.
 template <bool split>
-static void update_cuda(const Tensor& p, const std::vector<FlatGradient>& gradients,
-                        const Tensor& m, const Tensor& v, AdamWScalars s) {
+static void update_cuda(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
+                        const Tensor& v, AdamWScalars s) {
     for (DType dtype : {F32, BF16, F16}) {
-        std::vector<FlatGradient> some;
+        vector<FlatGradient> some;
         for (const FlatGradient& one : gradients) {
             if (one.g.dtype == dtype && one.g.size() > 0) { some.push_back(one); }
         }
@@ -184,8 +184,8 @@ static void update_cuda(const Tensor& p, const std::vector<FlatGradient>& gradie
 }
 #endif
 // Updates split weights on the GPU or the CPU; on META it does nothing.
-static void update_split(const Tensor& p, const std::vector<FlatGradient>& gradients,
-                         const Tensor& m, const Tensor& v, AdamWScalars s) {
+static void update_split(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
+                         const Tensor& v, AdamWScalars s) {
 #ifdef __CUDACC__
     if (p.device() == CUDA) { return update_cuda<true>(p, gradients, m, v, s); }
 #endif

@@ -16,10 +16,10 @@ struct StepPlaces : Places {
         size_t bytes, offset;
         int from, to;  // when it is taken and given back, on a clock that counts both
     };
-    std::shared_ptr<Memory> block;  // null in the rehearsal
-    std::vector<Place> places;      // in the order of allocation
-    int events = 0;                 // the clock
-    size_t next = 0;                // with a block: the place to be taken next
+    shared_ptr<Memory> block;  // null in the rehearsal
+    vector<Place> places;      // in the order of allocation
+    int events = 0;            // the clock
+    size_t next = 0;           // with a block: the place to be taken next
 
     // Takes the next place. Returns its number, and with a block sets *at to its address.
     size_t take(size_t bytes, void** at) override {
@@ -46,7 +46,7 @@ struct StepPlaces : Places {
     // that is there at the same time. At the handout's sizes the block is 0 to 4 % larger than what
     // is held at most.
     size_t plan() {
-        std::vector<Place*> order, placed;
+        vector<Place*> order, placed;
         for (Place& p : places) { order.push_back(&p); }
         std::stable_sort(order.begin(), order.end(), [](const Place* a, const Place* b) {
             bool a_stays = a->to == INT_MAX, b_stays = b->to == INT_MAX;
@@ -77,13 +77,13 @@ int graph_launches = 0;
 #ifdef __CUDACC__
 // A step of one kind: its rehearsal at first, and its graphs once it was captured.
 struct StepGraphs {
-    std::shared_ptr<StepPlaces> places = std::make_shared<StepPlaces>();
+    shared_ptr<StepPlaces> places = std::make_shared<StepPlaces>();
     size_t bytes = 0;  // that their block has to have
     bool too_large = false;
-    std::string kind;  // of step: what its kernels have built in
+    string kind;  // of step: what its kernels have built in
     Batch batch;
     Tensor loss, logits;  // logits: of a forward alone
-    std::vector<std::pair<GradientPtr, Tensor>> gradients;
+    vector<std::pair<GradientPtr, Tensor>> gradients;
     cudaGraphExec_t forward = nullptr, backward = nullptr;
     ~StepGraphs() {  // errors have been reported by then, or the process ends
         if (forward) { cudaGraphExecDestroy(forward); }
@@ -92,15 +92,14 @@ struct StepGraphs {
 };
 
 // Returns as text all that a captured step has built in. A step of another kind needs new graphs.
-static std::string kind_of_step(const Model& model, const char* what, const Tensor& tokens,
-                                float loss_scale) {
+static string kind_of_step(const Model& model, const char* what, const Tensor& tokens,
+                           float loss_scale) {
     return strprintf("%s %s %d %d %s %d %g %d %p", what, to_string(tokens.shape).c_str(),
                      context.precision, context.recompute, name_of(context.checkpoint).c_str(),
                      context.head_chunk, loss_scale, model.split, (void*)model.rope.data);
 }
 // Returns the kernels of `work` as a graph; they are not run. Its buffers are those of `places`.
-static cudaGraphExec_t capture(const std::shared_ptr<StepPlaces>& places,
-                               const std::function<void()>& work) {
+static cudaGraphExec_t capture(const shared_ptr<StepPlaces>& places, const function<void()>& work) {
     cudaGraph_t graph = nullptr;
     CUDA_CHECK(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeThreadLocal));
     try {
@@ -129,8 +128,8 @@ static void copy_in_stream(const Tensor& to, const Tensor& from) {
 
 // Returns the graphs of this kind of step, to be captured or launched. Null: `by_launches` has done
 // the step, as the rehearsal or because there is no room for the graphs' block.
-static StepGraphs* graphs_or(Model& model, const std::string& kind, const Shape& tokens,
-                             const std::function<void()>& by_launches) {
+static StepGraphs* graphs_or(Model& model, const string& kind, const Shape& tokens,
+                             const function<void()>& by_launches) {
     if (!model.kept || ((StepGraphs*)model.kept.get())->kind != kind) {
         start_cublas();  // whose workspace is no part of the step
         auto rehearsal = std::make_shared<StepGraphs>();
@@ -161,11 +160,11 @@ static StepGraphs* graphs_or(Model& model, const std::string& kind, const Shape&
 // Does a training step's two passes and returns the loss, as forward_backward() does, which it is
 // in place of.
 static Tensor forward_backward_by_graphs(Model& model, const Batch& batch, float loss_scale,
-                                         const std::function<void()>& between) {
+                                         const function<void()>& between) {
     zero_gradients(model);
     make_ready(model, batch.tokens.dim(1));
     Tensor result = empty({}, F32);
-    std::string kind = kind_of_step(model, "step", batch.tokens, loss_scale);
+    string kind = kind_of_step(model, "step", batch.tokens, loss_scale);
     StepGraphs* g = graphs_or(model, kind, batch.tokens.shape, [&] {
         Tensor loss = forward_to_loss(model, batch);
         copy_in_stream(result, loss);

@@ -27,7 +27,7 @@ extern "C" char* openblas_get_corename(void);
 
 // Runs f while the variable has this value, and gives the old value back, also where f throws.
 template <class T>
-static void run_with(T& variable, T value, const std::function<void()>& f) {
+static void run_with(T& variable, T value, const function<void()>& f) {
     std::swap(variable, value);
     try {
         f();
@@ -42,10 +42,10 @@ static void run_with(T& variable, T value, const std::function<void()>& f) {
 // Texts and errors
 
 // Returns what vsnprintf makes of its arguments, whose length it asks first.
-std::string vstrprintf(const char* format, va_list arguments) {
+string vstrprintf(const char* format, va_list arguments) {
     va_list again;
     va_copy(again, arguments);
-    std::string text(vsnprintf(nullptr, 0, format, again), '\0');
+    string text(vsnprintf(nullptr, 0, format, again), '\0');
     va_end(again);
     vsnprintf(&text[0], text.size() + 1, format, arguments);
     return text;
@@ -53,35 +53,35 @@ std::string vstrprintf(const char* format, va_list arguments) {
 
 // The text that the format and the arguments of a function with `...` make. It is a macro, since
 // va_start has to stand in that function itself: a function that it called would start its own.
-#define FORMATTED(format)                                   \
-    ({                                                      \
-        va_list arguments_;                                 \
-        va_start(arguments_, format);                       \
-        std::string text_ = vstrprintf(format, arguments_); \
-        va_end(arguments_);                                 \
-        text_;                                              \
+#define FORMATTED(format)                              \
+    ({                                                 \
+        va_list arguments_;                            \
+        va_start(arguments_, format);                  \
+        string text_ = vstrprintf(format, arguments_); \
+        va_end(arguments_);                            \
+        text_;                                         \
     })
-std::string strprintf(const char* format, ...) { return FORMATTED(format); }
+string strprintf(const char* format, ...) { return FORMATTED(format); }
 void fail(const char* format, ...) { throw Failure(1, FORMATTED(format)); }
 void usage_error(const char* format, ...) { throw Failure(2, FORMATTED(format)); }
 
-std::string counted(const std::string& n, const std::string& what) {
+string counted(const string& n, const string& what) {
     return n + " " + what + (n == "1" ? "" : "s");
 }
-std::string list_of(const std::vector<std::string>& items) {
+string list_of(const vector<string>& items) {
     if (items.size() < 2) { return join(items, ""); }
     return join({items.begin(), items.end() - 1}, ", ") + " and " + items.back();
 }
-std::string join(const std::vector<std::string>& items, const char* between) {
-    std::string all;
+string join(const vector<string>& items, const char* between) {
+    string all;
     for (size_t i = 0; i < items.size(); i++) { all += (i == 0 ? "" : between) + items[i]; }
     return all;
 }
 
-std::string one_line(const std::string& text) {
-    std::string line;
+string one_line(const string& text) {
+    string line;
     for (unsigned char c : text) {
-        line += c < 0x20 || c == 0x7f ? strprintf("\\x%02x", c) : std::string(1, c);
+        line += c < 0x20 || c == 0x7f ? strprintf("\\x%02x", c) : string(1, c);
     }
     return line;
 }
@@ -109,7 +109,7 @@ int compute_capability() { return 10 * card().major + card().minor; }
 void cuda_check(cudaError_t error, const char* call, const char* file, int line) {
     if (error == cudaSuccess) { return; }
     cudaGetLastError();  // takes the error away: the next LAUNCH_CHECK would report it as its own
-    std::string what = strprintf("%s:%d: %s: %s", file, line, call, cudaGetErrorString(error));
+    string what = strprintf("%s:%d: %s: %s", file, line, call, cudaGetErrorString(error));
     if (error == cudaErrorMemoryAllocation) { throw OutOfMemory(0, what); }
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
         error == cudaErrorUnsupportedPtxVersion) {
@@ -133,10 +133,10 @@ const char* name_of(Mode m) { return MODES[m]; }
 const char* name_of(Precision p) { return PRECISIONS[p]; }
 const char* name_of(Category c) { return CATEGORY_NAMES[c]; }
 
-Mode mode_from(const std::string& name) {
+Mode mode_from(const string& name) {
     return (Mode)(std::find(MODES, std::end(MODES), name) - MODES);
 }
-Precision precision_from(const std::string& name) {
+Precision precision_from(const string& name) {
     return (Precision)(std::find(PRECISIONS, std::end(PRECISIONS), name) - PRECISIONS);
 }
 
@@ -144,7 +144,7 @@ Precision precision_from(const std::string& name) {
 // A line's beginning is "\n" in `before`. The file is not read into the heap: allocate() comes
 // here, and a buffer there could break up a large block that was freed and is about to be asked for
 // again.
-static std::string text_in(const char* folder, const char* name, const char* before) {
+static string text_in(const char* folder, const char* name, const char* before) {
     char path[512], text[1 << 14] = "\n";
     snprintf(path, sizeof path, "%s/%s", folder, name);
     const int file = open(path, O_RDONLY | O_CLOEXEC);
@@ -156,7 +156,7 @@ static std::string text_in(const char* folder, const char* name, const char* bef
     const char* found = strstr(text, before);
     if (!found) { return ""; }
     found += strlen(before);
-    return std::string(found, strcspn(found, "\n"));
+    return string(found, strcspn(found, "\n"));
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -166,8 +166,8 @@ Context context;
 
 // Returns how many GPUs we see, and why there is none. The driver is asked once: that takes
 // microseconds, and launches want to know.
-int cuda_devices(std::string* why) {
-    static std::string reason;
+int cuda_devices(string* why) {
+    static string reason;
     static const int devices = [] {
         int n = 0;
 #ifdef __CUDACC__
@@ -188,9 +188,9 @@ int cuda_devices(std::string* why) {
 }
 
 // Returns the device that the option asks for. `gpu` becomes the process's card, if it is usable.
-Device choose_device(const std::string& want, [[maybe_unused]] int gpu) {
+Device choose_device(const string& want, [[maybe_unused]] int gpu) {
     if (want == "cpu") { return CPU; }
-    std::string why;
+    string why;
     const bool usable = cuda_devices(&why) > 0;
 #ifdef __CUDACC__
     if (usable) { CUDA_CHECK(cudaSetDevice(gpu)); }
@@ -218,7 +218,7 @@ cudaStream_t stream() {
     }();
     return other ? other : compute;
 }
-void with_stream(cudaStream_t s, const std::function<void()>& f) { run_with(other, s, f); }
+void with_stream(cudaStream_t s, const function<void()>& f) { run_with(other, s, f); }
 #endif
 
 void synchronize() {
@@ -230,13 +230,13 @@ void synchronize() {
 int cpu_threads() { return omp_get_max_threads(); }
 
 // Returns what a caption says of context.device: the card with its driver, or the CPU.
-std::string device_description() {
+string device_description() {
 #ifdef __CUDACC__
     if (context.device == CUDA) {
         // The runtime only knows which CUDA the driver is made for. Its version, as 580.95.05, is
         // the first word with a digit in this line.
         std::istringstream words(text_in("/proc/driver/nvidia", "version", "\nNVRM version:"));
-        std::string version;
+        string version;
         while (words >> version && !isdigit(version[0])) {}
         return strprintf("%s, driver %s, CUDA %d.%d, %.0f GB", card().name,
                          words ? version.c_str() : "unknown", CUDART_VERSION / 1000,
@@ -244,8 +244,8 @@ std::string device_description() {
     }
 #endif
     if (context.device == META) { return "meta (nothing is computed)"; }
-    const std::string name = text_in("/proc", "cpuinfo", "\nmodel name\t: ");
-    std::string text = (name.empty() ? "CPU" : name) + ", " + counted(cpu_threads(), "thread");
+    const string name = text_in("/proc", "cpuinfo", "\nmodel name\t: ");
+    string text = (name.empty() ? "CPU" : name) + ", " + counted(cpu_threads(), "thread");
 #ifdef HAVE_OPENBLAS
     text += strprintf(", OpenBLAS %s", openblas_get_corename());
 #endif
@@ -266,7 +266,7 @@ static size_t number_in(const char* folder, const char* name, const char* before
 // Returns the bytes that the control group in this folder and those in the folders above leave to
 // us, without the heap, as text_in; SIZE_MAX: they have no limit. A container's limit is that of
 // such a group.
-static size_t group_memory(const std::string& path) {
+static size_t group_memory(const string& path) {
     char group[512];
     snprintf(group, sizeof group, "%s", path.c_str());
     size_t left = SIZE_MAX;
@@ -290,8 +290,8 @@ static size_t group_memory(const std::string& path) {
 // -v` leaves. `group`: this group's folder instead of ours, for tests.
 size_t system_memory(const char* group) {
     // In a container the folder may not be there, but one above it.
-    static const std::string own = "/sys/fs/cgroup" + text_in("/proc/self", "cgroup", "\n0::");
-    static const std::string own_v1 =
+    static const string own = "/sys/fs/cgroup" + text_in("/proc/self", "cgroup", "\n0::");
+    static const string own_v1 =
         "/sys/fs/cgroup/memory" + text_in("/proc/self", "cgroup", ":memory:");
     size_t left = number_in("/proc", "meminfo", "\nMemAvailable:") * 1024;
     if (group) { return std::min(left, group_memory(group)); }
@@ -467,15 +467,15 @@ static std::mutex books_mutex;  // the last owner of a buffer may be another thr
 static std::atomic<bool> logging{false};
 static Device logged_device;
 static double log_start;
-static std::vector<MemoryEvent> memory_log;
+static vector<MemoryEvent> memory_log;
 
-std::vector<const char*>& open_ranges() {
-    static thread_local std::vector<const char*> ranges;
+vector<const char*>& open_ranges() {
+    static thread_local vector<const char*> ranges;
     return ranges;
 }
 const char* innermost_range() { return open_ranges().empty() ? "" : open_ranges().back(); }
 
-static void log_event(const Memory* m, double ms, bool is_alloc, std::vector<const char*> ranges) {
+static void log_event(const Memory* m, double ms, bool is_alloc, vector<const char*> ranges) {
     if (m->bytes == 0 || m->device != logged_device) { return; }
     memory_log.push_back(
         {ms, is_alloc, (uint64_t)m->data, m->bytes, m->category, std::move(ranges), m->at});
@@ -489,13 +489,13 @@ void start_memory_log(Device device) {
     logged_device = device;
     log_start = now_ms();
     for (const Memory* m : live[device]) {
-        std::vector<const char*> ranges;
+        vector<const char*> ranges;
         if (*m->op) { ranges.push_back(m->op); }
         log_event(m, 0, true, ranges);
     }
     logging = true;
 }
-std::vector<MemoryEvent> stop_memory_log() {
+vector<MemoryEvent> stop_memory_log() {
     std::lock_guard<std::mutex> lock(books_mutex);
     logging = false;
     return std::move(memory_log);
@@ -528,14 +528,14 @@ static void book(const Memory* m, bool comes) {
     if (use.now > use.peak) { peak_is_now(use); }
 }
 
-static std::shared_ptr<Places> places;  // allocate_in's
+static shared_ptr<Places> places;  // allocate_in's
 
-void allocate_in(const std::shared_ptr<Places>& use, const std::function<void()>& f) {
+void allocate_in(const shared_ptr<Places>& use, const function<void()>& f) {
     run_with(places, use, f);
 }
 
 // Returns a new buffer, at one of the places in use or else in memory of its own, and books it.
-std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Source at) {
+shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Source at) {
     auto memory = std::make_shared<Memory>();
     memory->device = device;
     memory->category = category;
@@ -608,10 +608,10 @@ double now_ms() {
 
 #ifdef __CUDACC__
 static std::mutex events_mutex;
-static std::vector<cudaEvent_t> spare_events;
+static vector<cudaEvent_t> spare_events;
 
 // Returns an event that goes back to the spare ones: creating one costs as much as a launch.
-static std::shared_ptr<void> new_event() {
+static shared_ptr<void> new_event() {
     std::lock_guard<std::mutex> lock(events_mutex);
     cudaEvent_t event;
     if (spare_events.empty()) {
@@ -620,7 +620,7 @@ static std::shared_ptr<void> new_event() {
         event = spare_events.back();
         spare_events.pop_back();
     }
-    return std::shared_ptr<void>(event, [](void* e) {
+    return shared_ptr<void>(event, [](void* e) {
         std::lock_guard<std::mutex> lock(events_mutex);
         spare_events.push_back((cudaEvent_t)e);
     });
@@ -653,7 +653,7 @@ double ms_of(const Mark& m, const Mark& origin) {
 }
 
 // Returns mean, standard deviation (of the sample: n - 1), median, least and largest.
-Stats stats_of(std::vector<double> values) {
+Stats stats_of(vector<double> values) {
     std::sort(values.begin(), values.end());
     int n = values.size();
     double mean = std::accumulate(values.begin(), values.end(), 0.0) / n;
@@ -664,7 +664,7 @@ Stats stats_of(std::vector<double> values) {
     return {mean, std, median, values.front(), values.back(), n};
 }
 
-std::string deviation(const Stats& s, const char* format) {
+string deviation(const Stats& s, const char* format) {
     return s.n > 1 ? strprintf(format, s.std) : "";
 }
 
@@ -685,13 +685,13 @@ const char* level(const Stats& a, const Stats& b) {
 // Returns the ms of f in the last n of warmup + n runs by the device's own events. The host waits
 // only after the last run. Its spare marks are made before the first: an event takes as long as a
 // launch.
-std::vector<double> time_queued_ms(int warmup, int n, const std::function<void()>& prepare,
-                                   const std::function<void()>& f) {
-    std::vector<Mark> spare(2 * n);
+vector<double> time_queued_ms(int warmup, int n, const function<void()>& prepare,
+                              const function<void()>& f) {
+    vector<Mark> spare(2 * n);
     for (Mark& m : spare) { m = mark(); }
     spare.clear();
 
-    std::vector<std::pair<Mark, Mark>> marks;
+    vector<std::pair<Mark, Mark>> marks;
     for (int i = -warmup; i < n; i++) {
         prepare();
         const Mark begin = mark();
@@ -700,14 +700,14 @@ std::vector<double> time_queued_ms(int warmup, int n, const std::function<void()
     }
 
     synchronize();
-    std::vector<double> times;
+    vector<double> times;
     for (const auto& [begin, end] : marks) { times.push_back(ms_of(end, begin)); }
     return times;
 }
 
 // Returns the ms of the last n of warmup + n runs of f by the host's clock, each until its end.
-std::vector<double> time_ms(int warmup, int n, const std::function<void()>& f) {
-    std::vector<double> times;
+vector<double> time_ms(int warmup, int n, const function<void()>& f) {
+    vector<double> times;
     synchronize();  // what was queued before is not ours to count
     for (int i = -warmup; i < n; i++) {
         double start = now_ms();
@@ -754,8 +754,8 @@ int EndSignals::seen() { return end_signal; }
 
 // Lets `write` fill a temporary file beside path, and renames it to path when all is on the disk.
 // Without `write` it only finds out whether such a file can be made.
-void replace_file(const std::string& path, const std::function<bool(FILE*)>& write) {
-    const std::string temporary = path + strprintf(".tmp.%08x", std::random_device()());
+void replace_file(const string& path, const function<bool(FILE*)>& write) {
+    const string temporary = path + strprintf(".tmp.%08x", std::random_device()());
     const char* name = temporary.c_str();
     const std::unique_ptr<const char, int (*)(const char*)> removed_at_the_end(name, remove);
     struct stat before;
@@ -771,7 +771,7 @@ void replace_file(const std::string& path, const std::function<bool(FILE*)>& wri
     if (!done) { fail("%s: cannot be written: %s", path.c_str(), strerror(errno)); }
 }
 
-void save_file(const std::string& path, const std::string& bytes) {
+void save_file(const string& path, const string& bytes) {
     replace_file(path, [&](FILE* file) {
         return fwrite(bytes.data(), 1, bytes.size(), file) == bytes.size();
     });
@@ -782,10 +782,9 @@ void save_file(const std::string& path, const std::string& bytes) {
 
 // Starts this program with these arguments, calls `prepare` in the child before that, and returns
 // the child's number. The system kills the child when we end.
-pid_t start_ourselves(const std::vector<std::string>& arguments,
-                      const std::function<void()>& prepare) {
-    std::vector<char*> argv = {program_invocation_name};  // as it was typed
-    for (const std::string& a : arguments) { argv.push_back((char*)a.c_str()); }
+pid_t start_ourselves(const vector<string>& arguments, const function<void()>& prepare) {
+    vector<char*> argv = {program_invocation_name};  // as it was typed
+    for (const string& a : arguments) { argv.push_back((char*)a.c_str()); }
     argv.push_back(nullptr);
 
     const pid_t parent = getpid();
@@ -801,7 +800,7 @@ pid_t start_ourselves(const std::vector<std::string>& arguments,
 }
 
 // Runs this program with these arguments to its end, and returns its stdout; fails if it fails.
-std::string run_ourselves(const std::vector<std::string>& arguments) {
+string run_ourselves(const vector<string>& arguments) {
     int ends[2];
     if (pipe2(ends, O_CLOEXEC) != 0) { fail("pipe: %s", strerror(errno)); }
     fflush(nullptr);
@@ -809,7 +808,7 @@ std::string run_ourselves(const std::vector<std::string>& arguments) {
     close(ends[1]);
 
     FILE* output = fdopen(ends[0], "r");
-    std::string text;
+    string text;
     for (int c; (c = fgetc(output)) != EOF;) { text += (char)c; }
     fclose(output);
 
@@ -821,4 +820,4 @@ std::string run_ourselves(const std::vector<std::string>& arguments) {
          WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status));
 }
 
-std::string commit() { return CS336_COMMIT; }
+string commit() { return CS336_COMMIT; }

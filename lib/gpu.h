@@ -80,7 +80,7 @@ __device__ inline float block_max(float x) { return over_block<warp_max>(x, -INF
 // holds the 4: so it can be a template argument. The compiler makes the lambda, and with it the
 // kernel, for three types and two widths each; one of the six runs.
 template <int least = 1, class Fn>
-void with_packs(DType dtype, int64_t n, const std::vector<const void*>& addresses, Fn f) {
+void with_packs(DType dtype, int64_t n, const vector<const void*>& addresses, Fn f) {
     with_gpu_type(dtype, [&](auto zero) {
         constexpr int W = 16 / sizeof(zero);
         bool fits = n % W == 0;
@@ -103,7 +103,7 @@ inline int threads_for(int64_t packs) {
 // Without nvcc there is no CUDA tensor, so nothing ever comes to a launch.
 #define LAUNCH(...) fail("this build is for the CPU only")
 template <int least = 1, class Fn>
-void with_packs(DType, int64_t, const std::vector<const void*>&, Fn) {
+void with_packs(DType, int64_t, const vector<const void*>&, Fn) {
     LAUNCH();
 }
 #endif

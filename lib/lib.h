@@ -28,6 +28,12 @@
 #include <omp.h>
 #include <unistd.h>
 
+// Names of the standard library that stand on every page.
+using std::function;
+using std::shared_ptr;
+using std::string;
+using std::vector;
+
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -44,12 +50,11 @@
 
 struct Failure : std::runtime_error {
     int exit_code;  // 1: it ran and failed, 2: wrong usage
-    Failure(int exit_code, const std::string& what)
-        : std::runtime_error(what), exit_code(exit_code) {}
+    Failure(int exit_code, const string& what) : std::runtime_error(what), exit_code(exit_code) {}
 };
 struct OutOfMemory : Failure {
     size_t bytes;  // the request that did not fit
-    OutOfMemory(size_t bytes, const std::string& what) : Failure(1, what), bytes(bytes) {}
+    OutOfMemory(size_t bytes, const string& what) : Failure(1, what), bytes(bytes) {}
 };
 // The compiler checks the arguments from number `first` on against the format, argument number
 // `at`.
@@ -58,15 +63,13 @@ struct OutOfMemory : Failure {
 [[noreturn]] void usage_error(const char* format, ...) PRINTF(1, 2);  // exit 2
 void note(const char* format, ...) PRINTF(1, 2);                      // prints one line on stderr
 void progress(const char* format, ...) PRINTF(1, 2);  // the same, but at most one in 5 s
-std::string strprintf(const char* format, ...) PRINTF(1, 2);
-std::string vstrprintf(const char* format, va_list arguments);
-std::string list_of(const std::vector<std::string>& items);          // "a", "a and b", "a, b and c"
-std::string counted(const std::string& n, const std::string& what);  // "1 step", "2 steps"
-inline std::string counted(int64_t n, const std::string& what) {
-    return counted(std::to_string(n), what);
-}
-std::string join(const std::vector<std::string>& items, const char* between);
-std::string one_line(const std::string& text);  // writes control characters as \xNN
+string strprintf(const char* format, ...) PRINTF(1, 2);
+string vstrprintf(const char* format, va_list arguments);
+string list_of(const vector<string>& items);          // "a", "a and b", "a, b and c"
+string counted(const string& n, const string& what);  // "1 step", "2 steps"
+inline string counted(int64_t n, const string& what) { return counted(std::to_string(n), what); }
+string join(const vector<string>& items, const char* between);
+string one_line(const string& text);  // writes control characters as \xNN
 
 #ifdef __CUDACC__
 void cuda_check(cudaError_t error, const char* call, const char* file, int line);
@@ -121,8 +124,8 @@ const char* name_of(Mode m);
 const char* name_of(Precision p);
 const char* name_of(Category c);
 // The inverse of name_of. The command line's reader has refused all other names.
-Mode mode_from(const std::string& name);
-Precision precision_from(const std::string& name);
+Mode mode_from(const string& name);
+Precision precision_from(const string& name);
 
 // Says what of a model's blocks backward runs once more, instead of keeping its activations.
 struct Checkpointing {
@@ -167,12 +170,12 @@ struct Planning : RestoreContext {  // within its scope memory is counted, and n
 };
 
 // Returns the number of GPUs; where it is 0, *why says for what reason.
-int cuda_devices(std::string* why = nullptr);
+int cuda_devices(string* why = nullptr);
 // want: auto, cpu or cuda. Auto takes a GPU if there is one, and says on stderr what it took.
-Device choose_device(const std::string& want, int gpu = 0);
+Device choose_device(const string& want, int gpu = 0);
 void synchronize();  // waits for all that context.device has been given
 // "NVIDIA H200, driver 580.159, CUDA 13.0, 141 GB" | "AMD EPYC, 2 threads, OpenBLAS Zen"
-std::string device_description();
+string device_description();
 size_t available_memory(Device d);  // bytes that could be allocated now
 // Bytes of the CPU's memory that Linux, our control group and RLIMIT_AS leave. group: a folder.
 size_t system_memory(const char* group = nullptr);
@@ -181,7 +184,7 @@ int cpu_threads();
 void choose_cpu_settings(char** argv);
 #ifdef __CUDACC__
 cudaStream_t stream();  // the compute stream, but s while with_stream(s, f) runs f
-void with_stream(cudaStream_t s, const std::function<void()>& f);
+void with_stream(cudaStream_t s, const function<void()>& f);
 #endif
 
 // -------------------------------------------------------------------------------------------------
@@ -213,18 +216,17 @@ struct Memory {  // a buffer; it is freed, in the stream's order, when its last 
     size_t bytes;
     Device device;
     Category category;
-    const char* op;                  // the innermost range that was open
-    Source at;                       // who asked for it
-    std::shared_ptr<Places> places;  // that were asked first; null: none
-    size_t number;                   // by which they know it
-    bool placed = false;             // they gave the memory, so nobody else frees it
+    const char* op;             // the innermost range that was open
+    Source at;                  // who asked for it
+    shared_ptr<Places> places;  // that were asked first; null: none
+    size_t number;              // by which they know it
+    bool placed = false;        // they gave the memory, so nobody else frees it
     ~Memory();
 };
 // Returns a new buffer, or throws OutOfMemory.
-std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
-                                 Source at = here());
+shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Source at = here());
 // Runs f. What f allocates, except on the CPU, is asked of these places first.
-void allocate_in(const std::shared_ptr<Places>& places, const std::function<void()>& f);
+void allocate_in(const shared_ptr<Places>& places, const function<void()>& f);
 // Copies, and waits for the end.
 void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes);
 void give_back_cached_memory();  // gives the driver what our pool keeps but does not use
@@ -245,12 +247,12 @@ struct MemoryEvent {
     uint64_t address;
     size_t bytes;
     Category category;
-    std::vector<const char*> ranges;  // that were open, the outermost first
-    Source at;                        // who allocated it
+    vector<const char*> ranges;  // that were open, the outermost first
+    Source at;                   // who allocated it
 };
 // The log begins with an allocation, at 0 ms, of each buffer that is there.
 void start_memory_log(Device device);
-std::vector<MemoryEvent> stop_memory_log();
+vector<MemoryEvent> stop_memory_log();
 
 // -------------------------------------------------------------------------------------------------
 // device.cu: time, ends by a signal, files, this program started anew
@@ -258,7 +260,7 @@ std::vector<MemoryEvent> stop_memory_log();
 double now_ms();  // by a clock that nobody sets
 struct Mark {     // a moment in a GPU's stream; on the CPU, and of Gloo, one of the host's clock
     double ms = 0;
-    std::shared_ptr<void> event;  // a cudaEvent_t; null: on the CPU
+    shared_ptr<void> event;  // a cudaEvent_t; null: on the CPU
 };
 Mark mark();                                      // in the compute stream
 double ms_of(const Mark& m, const Mark& origin);  // ms from origin to m, after synchronize()
@@ -269,8 +271,8 @@ struct Stats {
     double mean, std, median, min, max;  // std: the sample's (by n - 1); 0 for n = 1
     int n;
 };
-Stats stats_of(std::vector<double> values);
-std::string deviation(const Stats& s, const char* format);  // a cell with s.std; "" for n = 1
+Stats stats_of(vector<double> values);
+string deviation(const Stats& s, const char* format);  // a cell with s.std; "" for n = 1
 // Says within what two mean times are level ("within twice the standard error"); null: they differ.
 // They are level if their difference is below 0.5 % of the larger, by which clocks drift, or below
 // twice its standard error. With fewer than 5 runs that error is not known: then the difference
@@ -279,9 +281,9 @@ const char* level(const Stats& a, const Stats& b);
 // Both run f warmup + n times, and return the ms of each of the last n. time_ms waits for the end
 // of each run, and counts that. time_queued_ms does not: the device's own events time f, which
 // follows `prepare`. So the latency of launches does not count where the device is slower.
-std::vector<double> time_ms(int warmup, int n, const std::function<void()>& f);
-std::vector<double> time_queued_ms(int warmup, int n, const std::function<void()>& prepare,
-                                   const std::function<void()>& f);
+vector<double> time_ms(int warmup, int n, const function<void()>& f);
+vector<double> time_queued_ms(int warmup, int n, const function<void()>& prepare,
+                              const function<void()>& f);
 
 // While one lives, the first SIGINT, SIGTERM or SIGHUP does not end the program: the work looks at
 // seen() now and then, and ends in order. A second one ends it at once.
@@ -293,14 +295,13 @@ struct EndSignals {
 // Replaces a file as a whole: `write` fills a temporary one beside it, which then takes its name.
 // If that fails, or we are killed, the old file stays. `write` returns false, with errno, if it
 // failed. Null only finds out whether the file could be written.
-void replace_file(const std::string& path, const std::function<bool(FILE*)>& write);
-void save_file(const std::string& path, const std::string& bytes);
+void replace_file(const string& path, const function<bool(FILE*)>& write);
+void save_file(const string& path, const string& bytes);
 // Starts this program once more; the new process runs `prepare` first, and does not outlive us.
-pid_t start_ourselves(const std::vector<std::string>& arguments,
-                      const std::function<void()>& prepare);
+pid_t start_ourselves(const vector<string>& arguments, const function<void()>& prepare);
 // Runs this program once more and returns its stdout; fails if it fails.
-std::string run_ourselves(const std::vector<std::string>& arguments);
-std::string commit();  // that the program was built from
+string run_ourselves(const vector<string>& arguments);
+string commit();  // that the program was built from
 
 // -------------------------------------------------------------------------------------------------
 // trace.cu: named ranges of work, and what the GPU ran in each, as CUPTI sees it: also the kernels
@@ -317,9 +318,9 @@ struct Range {
   private:
     int traced = -1;
 };
-std::vector<const char*>& open_ranges();  // this thread's, outermost first; in device.cu
-const char* innermost_range();            // this thread's; "" outside all of them
-int innermost_traced_range();             // this thread's, in the trace that is being made
+vector<const char*>& open_ranges();  // this thread's, outermost first; in device.cu
+const char* innermost_range();       // this thread's; "" outside all of them
+int innermost_traced_range();        // this thread's, in the trace that is being made
 
 struct TracedRange {
     const char* name;
@@ -328,16 +329,16 @@ struct TracedRange {
     int thread;       // the system's number for it
     int64_t start, end;
 };
-struct TracedWork {    // a kernel, a copy or a memset
-    std::string name;  // a copy's and a memset's in [brackets]
-    int range;         // the innermost range that was open at the launch
+struct TracedWork {  // a kernel, a copy or a memset
+    string name;     // a copy's and a memset's in [brackets]
+    int range;       // the innermost range that was open at the launch
     int64_t start, end;
     unsigned stream = 0, correlation = 0;  // correlation: CUPTI's number for the launch
 };
 struct Trace {
-    std::vector<TracedRange> ranges;  // in the order of their starts
-    std::vector<TracedWork> work;     // in the order of their starts
-    std::string no_kernels;           // says why `work` is empty; "" if kernels were traced
+    vector<TracedRange> ranges;  // in the order of their starts
+    vector<TracedWork> work;     // in the order of their starts
+    string no_kernels;           // says why `work` is empty; "" if kernels were traced
 };
 void start_tracing();
 Trace stop_tracing();  // waits for the device, and returns what ran since start_tracing()
@@ -346,12 +347,12 @@ Trace stop_tracing();  // waits for the device, and returns what ran since start
 // table.cu: tables and answers on stdout
 
 inline double to_gib(double bytes) { return bytes / (1 << 30); }
-std::string oom_cell(size_t bytes);  // "OOM (61.2 GiB)": what did not fit
+string oom_cell(size_t bytes);  // "OOM (61.2 GiB)": what did not fit
 
 // Returns a table's cell: a number with four digits ("" for NAN), a name, or text as it is. A
 // column that needs other digits hands over text.
 template <class T>
-std::string to_cell(const T& x) {
+string to_cell(const T& x) {
     if constexpr (std::is_enum_v<T>) {
         return name_of(x);
     } else if constexpr (std::is_integral_v<T>) {
@@ -364,9 +365,9 @@ std::string to_cell(const T& x) {
 }
 
 struct Table {
-    std::string caption;  // one line: precision, sizes, warm-up, steps
-    std::vector<std::string> columns;
-    std::vector<std::vector<std::string>> rows = {};
+    string caption;  // one line: precision, sizes, warm-up, steps
+    vector<string> columns;
+    vector<vector<string>> rows = {};
     template <class... C>
     void row(const C&... cells) {
         rows.push_back({to_cell(cells)...});
@@ -374,12 +375,12 @@ struct Table {
 };
 // Returns what the first caption ends with: "NVIDIA H200, driver 580.159, CUDA 13.0; commit
 // 1a2b3c4".
-std::string origin();
+string origin();
 void print(const Table& table);  // prints it as Markdown, or as csv if context.csv
 // Prints "**(a)** text". part: the handout's letter, or a word; "" if the text answers it all.
 void answer(const char* part, const char* format, ...) PRINTF(2, 3);
-void sketch(const std::string& lines);  // prints a block of code, where the handout asks for one
-extern std::string* printed_to;         // tests: a text that collects all this instead of stdout
+void sketch(const string& lines);  // prints a block of code, where the handout asks for one
+extern string* printed_to;         // tests: a text that collects all this instead of stdout
 
 // -------------------------------------------------------------------------------------------------
 // formats.h: bf16 and fp16
@@ -415,19 +416,19 @@ void with_type(DType t, Fn f) {
 // -------------------------------------------------------------------------------------------------
 // tensor.cu: tensors
 
-using Shape = std::vector<int64_t>;
+using Shape = vector<int64_t>;
 int64_t count(const Shape& shape);
-std::string to_string(const Shape& shape);  // "[4, 256, 768]"
+string to_string(const Shape& shape);  // "[4, 256, 768]"
 size_t size_of(DType t);
 
 // A handle: copying it shares the data.
 struct Tensor {
-    std::shared_ptr<Memory> memory;  // null: there is no tensor (false as a bool)
-    char* data = nullptr;            // its first element, within the memory
+    shared_ptr<Memory> memory;  // null: there is no tensor (false as a bool)
+    char* data = nullptr;       // its first element, within the memory
     DType dtype = F32;
     // Strides are in elements. All tensors are row-major but for the views that eager mode makes.
     Shape shape, stride;
-    std::shared_ptr<struct Gradient> gradient;  // null: nobody asks for one
+    shared_ptr<struct Gradient> gradient;  // null: nobody asks for one
     explicit operator bool() const { return memory != nullptr; }
     int64_t size() const { return count(shape); }
     int64_t dim(int i) const { return shape[i < 0 ? i + shape.size() : i]; }  // -1: the last
@@ -455,17 +456,17 @@ Tensor to_device(const Tensor& t, Device device);
 Tensor detached(const Tensor& t);          // the same data, no gradient
 Tensor require_gradient(const Tensor& t);  // the same data, a leaf of its own (tests, toy models)
 // Both return a tensor on context.device.
-Tensor from_floats(const std::vector<float>& values, const Shape& shape, DType dtype = F32);
-Tensor from_ints(const std::vector<int>& values, const Shape& shape);
-std::vector<float> to_floats(const Tensor& t);  // any dtype, any strides, from any device
-std::vector<double> to_doubles(const Tensor& t);
+Tensor from_floats(const vector<float>& values, const Shape& shape, DType dtype = F32);
+Tensor from_ints(const vector<int>& values, const Shape& shape);
+vector<float> to_floats(const Tensor& t);  // any dtype, any strides, from any device
+vector<double> to_doubles(const Tensor& t);
 
 // Random numbers: element i of stream `key` is a function of (seed, key, i), so the CPU and the GPU
 // draw the same bits. fill_normal draws normal numbers, none further than 4.9 std from the mean.
 void fill_normal(const Tensor& t, uint64_t seed, uint64_t key, float mean, float std);
 // Returns an integer of [0, n); all are equally likely.
 int random_int(int n, uint64_t seed, uint64_t key, uint64_t i);
-uint64_t key_of(const std::string& name);  // a stream for each parameter name
+uint64_t key_of(const string& name);  // a stream for each parameter name
 
 // An element passes where |got - want| <= atol + rtol * |want|; a NaN never does.
 struct Comparison {
@@ -476,7 +477,7 @@ struct Comparison {
     bool ok() const { return wrong == 0; }
 };
 Comparison compare(const Tensor& got, const Tensor& want, double rtol, double atol);
-std::string to_string(const Comparison& c);
+string to_string(const Comparison& c);
 
 // -------------------------------------------------------------------------------------------------
 // tensor.cu: the tape. Each op appends the function that computes its inputs' gradients; backward()
@@ -494,13 +495,13 @@ struct Gradient {
     bool filled = false;        // ... and this says whether it holds something
     int uses = 0;               // ops on the tape that have yet to add to it
     // A parameter's: backward calls it when the last of these ops has added.
-    std::function<void()> ready;
+    function<void()> ready;
     // Computes the tensor again as products take it, so that linear() need not keep it.
-    std::function<Tensor()> recompute;
+    function<Tensor()> recompute;
     // A parameter's: its copy for 16-bit products (lib/matmul.cu), or the upper half of its bits.
     Tensor low_precision;
 };
-using GradientPtr = std::shared_ptr<Gradient>;
+using GradientPtr = shared_ptr<Gradient>;
 
 struct NoGrad {  // within its scope nothing is recorded
     bool before = context.recording;
@@ -509,8 +510,7 @@ struct NoGrad {  // within its scope nothing is recorded
 };
 // Gives y a gradient and appends `backward` to the tape, if an input has a gradient. backward(dy)
 // adds to the inputs' gradients.
-void record(Tensor& y, const std::vector<Tensor>& inputs,
-            std::function<void(const Tensor& dy)> backward);
+void record(Tensor& y, const vector<Tensor>& inputs, function<void(const Tensor& dy)> backward);
 // Adds dx to g; without g it does nothing. If it is the first, g shares dx's memory.
 void add_gradient(const GradientPtr& g, const Tensor& dx);
 // For ops whose own kernel writes a gradient, or adds to it: returns the tensor to write to, and
@@ -518,9 +518,9 @@ void add_gradient(const GradientPtr& g, const Tensor& dx);
 Tensor gradient_target(const GradientPtr& g, bool* accumulate);
 // The same for kernels that can write g's own dtype only.
 void write_gradient(const GradientPtr& g,
-                    const std::function<void(const Tensor& target, bool accumulate)>& write);
+                    const function<void(const Tensor& target, bool accumulate)>& write);
 // If context.recompute: linear() does not keep y, and its backward calls again() instead.
-void recompute_by(const Tensor& y, const std::function<Tensor()>& again);
+void recompute_by(const Tensor& y, const function<Tensor()>& again);
 // Adds to the gradients of all that led to the loss, whose own gradient is `scale`; empties the
 // tape.
 void backward(const Tensor& loss, float scale = 1);
@@ -529,7 +529,7 @@ void clear_tape();
 // Gradient checkpointing (Chen et al., 2016): returns f(x), and keeps nothing but x for backward,
 // which runs f again and records it then. f may use no tensor with a gradient but x and parameters.
 // It may itself call checkpoint().
-Tensor checkpoint(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x);
+Tensor checkpoint(const function<Tensor(const Tensor& x)>& f, const Tensor& x);
 
 // These work in place and record nothing.
 void scale_in_place(const Tensor& t, float s);
@@ -566,11 +566,10 @@ Tensor arange(int64_t n);                                         // I32 [n]
 // tensor.cu: whether a run's memory fits
 
 // Returns how many bytes `run` would hold at its peak, beyond those held now: it runs on META.
-size_t planned_peak(const std::function<void()>& run);
+size_t planned_peak(const function<void()>& run);
 // Runs f, unless its predicted peak does not fit: `needs` bytes, of which `held` are held already.
 // Returns 0 if f ran, else `needs`, for oom_cell(). row: what stderr names it.
-size_t run_if_fits(const std::string& row, size_t needs, const std::function<void()>& f,
-                   size_t held = 0);
+size_t run_if_fits(const string& row, size_t needs, const function<void()>& f, size_t held = 0);
 
 // -------------------------------------------------------------------------------------------------
 // matmul.cu: matrix products, in context.precision: fp32 and tf32 multiply fp32 operands, bf16 and
@@ -583,7 +582,7 @@ Tensor matmul(const Tensor& a, const Tensor& b, bool transpose_b = false);
 Tensor linear(const Tensor& x, const Tensor& weight);
 // Returns linear(f(x), weight) as a checkpoint: backward runs f again, but not this product, since
 // nobody reads its result there.
-Tensor checkpoint_linear(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x,
+Tensor checkpoint_linear(const function<Tensor(const Tensor& x)>& f, const Tensor& x,
                          const Tensor& weight);
 // out = alpha op(a) op(b) + beta out, row-major; leading dimensions are a batch. It records and
 // casts nothing.
@@ -602,7 +601,7 @@ DType weight_dtype(Precision precision = context.precision);
 // Returns t in matmul_dtype(); lib/matmul.cu has a table of what that is.
 Tensor autocast_operand(const Tensor& t);
 // Has to be called where autocast ends, or the weights change.
-void drop_weight_copies(const std::vector<Tensor>& parameters);
+void drop_weight_copies(const vector<Tensor>& parameters);
 // Has to be called before products inside an OpenMP loop of ours.
 void one_blas_thread();
 // C = alpha op(A) op(B) + beta C, row-major, C [M,N], on the calling thread; T: float or double.
@@ -611,36 +610,34 @@ void blas_product(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* 
                   bool tb, int64_t M, int64_t N, int64_t K, double alpha, double beta);
 
 double dense_peak(Precision precision);  // TFLOP/s by the maker's data sheet; NAN: not known
-std::string percent_of_peak(double tflops, Precision precision);  // a cell; "-": not known
+string percent_of_peak(double tflops, Precision precision);  // a cell; "-": not known
 
 // -------------------------------------------------------------------------------------------------
 // safetensors.cu: u64 header length | JSON header | little-endian data
 
 struct FileTensor {
-    std::string dtype;  // as in the file: "F32", "BF16", "I64", ...
+    string dtype;  // as in the file: "F32", "BF16", "I64", ...
     Shape shape;
     const void* data;  // in SafeTensors::content, at any address
     size_t bytes;
 };
 struct SafeTensors {
-    std::string path;
-    std::map<std::string, FileTensor> tensors;
-    std::map<std::string, std::string> metadata;
-    std::shared_ptr<Memory> content;
+    string path;
+    std::map<string, FileTensor> tensors;
+    std::map<string, string> metadata;
+    shared_ptr<Memory> content;
 };
 // Reads a whole file, or fails; the file may be hostile.
-SafeTensors load_safetensors(const std::string& path);
+SafeTensors load_safetensors(const string& path);
 // Writes all tensors, or leaves the file as it was.
-void save_safetensors(const std::string& path,
-                      const std::vector<std::pair<std::string, FileTensor>>& tensors,
-                      const std::map<std::string, std::string>& metadata = {});
+void save_safetensors(const string& path, const vector<std::pair<string, FileTensor>>& tensors,
+                      const std::map<string, string>& metadata = {});
 // Returns the file's tensor of this name; fails unless it has one of the dtypes and this shape, in
 // which -1 is any size.
-const FileTensor& require_tensor(const SafeTensors& file, const std::string& name,
-                                 const Shape& shape, const std::set<std::string>& dtypes);
+const FileTensor& require_tensor(const SafeTensors& file, const string& name, const Shape& shape,
+                                 const std::set<string>& dtypes);
 // Fails if the file has a tensor that is not in `names`; `what` says what they are.
-void require_no_others(const SafeTensors& file, const std::set<std::string>& names,
-                       const std::string& what);
+void require_no_others(const SafeTensors& file, const std::set<string>& names, const string& what);
 FileTensor describe(const Tensor& cpu_tensor);  // for save_safetensors; points into the tensor
 
 // -------------------------------------------------------------------------------------------------
@@ -650,23 +647,22 @@ FileTensor describe(const Tensor& cpu_tensor);  // for save_safetensors; points 
 struct Links;  // a rank's connections and threads
 struct Communicator {
     int rank = 0, world = 1, local_world = 1;  // local_world: how many ranks this machine has
-    std::string backend;                       // nccl or gloo
-    std::shared_ptr<Links> links;              // null: this process is the only one
+    string backend;                            // nccl or gloo
+    shared_ptr<Links> links;                   // null: this process is the only one
     int local_gpus = 0;                        // that this machine's ranks see together
 };
 bool is_rank();  // whether `--nproc`, torchrun, mpirun or srun has started us, by the environment
 // Starts n copies of this program with these arguments, and waits for all. Returns 0, or the exit
 // code of the first that failed. A rank that is stopped for 0.8 of the timeout has failed. A signal
 // to us ends all.
-int launch_ranks(int n, const std::vector<std::string>& arguments, double timeout_s = 60);
+int launch_ranks(int n, const vector<string>& arguments, double timeout_s = 60);
 // Runs in each rank: sets context.device, connects the rank with the others, and calls f. Returns
 // the exit code. world: how many ranks there have to be, 0: any number. device, backend: as their
 // options take them.
-int join_ranks(int world, const std::string& device, const std::string& backend, double timeout_s,
-               const std::function<void(const Communicator&)>& f);
+int join_ranks(int world, const string& device, const string& backend, double timeout_s,
+               const function<void(const Communicator&)>& f);
 // Says why this machine cannot connect so many ranks in this way; "": it can.
-std::string why_not(const std::string& backend, Device device, int ranks,
-                    int gpus = cuda_devices());
+string why_not(const string& backend, Device device, int ranks, int gpus = cuda_devices());
 
 struct Work {  // a collective that was started
     const char* what;
@@ -675,12 +671,12 @@ struct Work {  // a collective that was started
     double started_ms;
     Mark begin, end;  // when it ran; known after wait() and synchronize()
     bool finished = false;
-    std::string error;  // Gloo's; "": none
+    string error;  // Gloo's; "": none
     // run_behind's: with NCCL the end of f, with Gloo the f that wait() has yet to call
     Mark done;
-    std::function<void()> behind;
+    function<void()> behind;
 };
-using WorkPtr = std::shared_ptr<Work>;
+using WorkPtr = shared_ptr<Work>;
 enum Reduction { SUM, AVERAGE };
 // Each call starts a collective; wait() ends it. All ranks call the same ones in the same order. A
 // collective begins when what is queued on the compute stream is done, and runs beside what
@@ -706,17 +702,17 @@ void wait(const Communicator& c, const WorkPtr& work);
 void barrier(const Communicator& c);  // the host waits for all ranks and their devices
 // Returns what every rank has passed as its text. It goes through the ranks' folder, not through
 // the backend. It waits for a rank as long as that shows life, so it is a barrier, too.
-std::vector<std::string> gather_text(const Communicator& c, const std::string& text);
+vector<string> gather_text(const Communicator& c, const string& text);
 
 // The next three only serve speed: without them, results are the same.
 // Runs f, on all ranks. What f allocates on a GPU is a shared buffer: NCCL's all-gather moves it by
 // copy engines, and leaves the multiprocessors to products. Other ranks read such a buffer, so its
 // memory stays until free_shared.
-void allocate_shared(const Communicator& c, const std::function<void()>& f);
+void allocate_shared(const Communicator& c, const function<void()>& f);
 // Frees, on all ranks, the memory of shared buffers that are gone.
 void free_shared(const Communicator& c);
 // Runs f when a collective has ended, while the caller goes on; the next wait() for it waits for f,
 // too. NCCL: what f launches runs in a stream of the lowest priority, in the room that the compute
 // stream leaves. Gloo: wait() calls f. Until wait() nobody else may touch what f writes, or free
 // what it reads. f may not allocate, since memory is freed in the compute stream's order.
-void run_behind(const Communicator& c, const WorkPtr& work, const std::function<void()>& f);
+void run_behind(const Communicator& c, const WorkPtr& work, const function<void()>& f);

@@ -46,8 +46,7 @@ static Matrix matrix_of(const Tensor& t) {
 #ifdef __CUDACC__
 static void cublas_check(cublasStatus_t status, const char* call, int line) {
     if (status == CUBLAS_STATUS_SUCCESS) { return; }
-    std::string what =
-        strprintf("lib/matmul.cu:%d: %s: %s", line, call, cublasGetStatusString(status));
+    string what = strprintf("lib/matmul.cu:%d: %s: %s", line, call, cublasGetStatusString(status));
     if (status == CUBLAS_STATUS_ALLOC_FAILED) { throw OutOfMemory(0, what + ": out of memory"); }
     throw Failure(1, what);
 }
@@ -335,7 +334,7 @@ Tensor autocast_operand(const Tensor& t) {
     if (context.mode == EAGER) { return eager_weight_copy(t, dtype, at); }
     return fused_weight_copy(t, dtype, at);
 }
-void drop_weight_copies(const std::vector<Tensor>& parameters) {
+void drop_weight_copies(const vector<Tensor>& parameters) {
     for (const Tensor& p : parameters) { p.gradient->low_precision = Tensor(); }
 }
 
@@ -390,7 +389,7 @@ Tensor linear(const Tensor& x, const Tensor& weight) { return linear(x, weight, 
 // f runs twice. First run (in forward): nothing is recorded, and y is computed. Second run (inside
 // backward): checkpoint() records it, so the tape is rebuilt; nobody reads y then, so the product
 // is skipped.
-Tensor checkpoint_linear(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x,
+Tensor checkpoint_linear(const function<Tensor(const Tensor& x)>& f, const Tensor& x,
                          const Tensor& weight) {
     auto linear_of_f = [f, weight](const Tensor& x) {
         bool second_run = context.recording;
@@ -420,7 +419,7 @@ static const CardPeak card_peaks[] = {
 
 // Finds the card of this machine in the table; NAN if it is not there, or has no such precision.
 double dense_peak(Precision precision) {
-    std::string card = device_description();
+    string card = device_description();
     for (const CardPeak& peak : card_peaks) {
         if (card.rfind(peak.card, 0) != 0) { continue; }
         // A card without tf32 has no bf16 either: both came with the A100.
@@ -430,7 +429,7 @@ double dense_peak(Precision precision) {
     }
     return NAN;
 }
-std::string percent_of_peak(double tflops, Precision precision) {
+string percent_of_peak(double tflops, Precision precision) {
     double share = tflops / dense_peak(precision);
     return std::isnan(share) ? "-" : strprintf("%.1f", 100 * share);
 }

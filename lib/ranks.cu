@@ -50,13 +50,13 @@ constexpr bool HAS_NCCL = false;
 struct Identity {
     int rank = -1, world = 1;  // -1: this process was started by hand, as the only one
     // The same for all ranks of a job and for no other job: its run or step, and the attempt.
-    std::string job;
+    string job;
 };
 
 struct LauncherVariables {
     const char *rank, *world;
-    std::vector<const char*> job;  // what an identity's job is made of
-    bool one_is_none = false;      // a world of one is an interactive shell, and no rank
+    vector<const char*> job;   // what an identity's job is made of
+    bool one_is_none = false;  // a world of one is an interactive shell, and no rank
 };
 static const LauncherVariables LAUNCHERS[] = {
     // torchrun, and our own launcher. A run's id may be "none", so the address counts, too.
@@ -98,7 +98,7 @@ static Identity identity() {
             usage_error("rank %d: the world has only %d ranks", me.rank, world);
         }
         for (const char* name : its.job) {
-            if (const char* value = getenv(name)) { me.job += std::string("-") + value; }
+            if (const char* value = getenv(name)) { me.job += string("-") + value; }
         }
         std::replace(me.job.begin(), me.job.end(), '/', '_');
         break;
@@ -109,15 +109,15 @@ bool is_rank() { return identity().rank >= 0; }
 
 static const char* const RENDEZVOUS = "CS336_RENDEZVOUS";  // names the folder above the ranks' own
 
-static std::string folder_of_ranks;  // of this process, launcher or rank
-static double patience_s = 60;       // how long a rank waits for the others
+static string folder_of_ranks;  // of this process, launcher or rank
+static double patience_s = 60;  // how long a rank waits for the others
 static void remove_folder_of_ranks() {
     std::error_code ignored;
     if (!folder_of_ranks.empty()) { std::filesystem::remove_all(folder_of_ranks, ignored); }
 }
 
 // Starts rank r of n, which gets its share of the cores, and returns its process.
-static pid_t start_rank(int r, int n, const std::vector<std::string>& arguments) {
+static pid_t start_rank(int r, int n, const vector<string>& arguments) {
     return start_ourselves(arguments, [&] {
         setenv("RANK", std::to_string(r).c_str(), true);
         setenv("WORLD_SIZE", std::to_string(n).c_str(), true);
@@ -142,9 +142,9 @@ struct LaunchedRank {
 
 // Asks the system what has become of this rank since the last call, `tick` ms ago. Returns 0, or
 // the exit code with which all have to end, and sets *why, unless the rank itself has said it.
-static int look_at(LaunchedRank& rank, int r, double tick, double timeout_s, std::string* why) {
+static int look_at(LaunchedRank& rank, int r, double tick, double timeout_s, string* why) {
     if (!rank.pid) { return 0; }
-    const std::string name = strprintf("rank %d (process %d)", r, (int)rank.pid);
+    const string name = strprintf("rank %d (process %d)", r, (int)rank.pid);
     if (rank.stopped) { rank.stopped_ms += tick; }
 
     int status = 0;
@@ -172,7 +172,7 @@ static int look_at(LaunchedRank& rank, int r, double tick, double timeout_s, std
 // Starts n ranks in a new folder, and looks at each every 5 ms until all have ended. If one fails,
 // it kills the rest, which would wait for that rank for ever. Returns 0, or the exit code of the
 // first that failed.
-int launch_ranks(int n, const std::vector<std::string>& arguments, double timeout_s) {
+int launch_ranks(int n, const vector<string>& arguments, double timeout_s) {
     folder_of_ranks = (std::filesystem::temp_directory_path() / "cs336-XXXXXX").string();
     if (!mkdtemp(folder_of_ranks.data())) {
         fail("%s: %s", folder_of_ranks.c_str(), strerror(errno));
@@ -180,11 +180,11 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, double timeou
 
     fflush(nullptr);
     EndSignals noted;
-    std::vector<LaunchedRank> ranks;
+    vector<LaunchedRank> ranks;
     for (int r = 0; r < n; r++) { ranks.push_back({start_rank(r, n, arguments)}); }
 
     int exit_code = 0;
-    auto end_all = [&](int code, const std::string& why) {
+    auto end_all = [&](int code, const string& why) {
         if (exit_code == 0) {  // the first reason counts
             exit_code = code;
             if (!why.empty()) { note("cs336: %s", why.c_str()); }
@@ -201,7 +201,7 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, double timeou
         const double tick = tick_ms(&last);
         left = 0;
         for (int r = 0; r < n; r++) {
-            std::string why;
+            string why;
             if (const int code = look_at(ranks[r], r, tick, timeout_s, &why)) {
                 end_all(code, why);
             }
@@ -221,7 +221,7 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, double timeou
 // Returns what tells this machine's jobs apart where no folder is named: the ranks' parent. Under
 // torchrun a script may stand between the two, so there its own folder counts: the error file is
 // FOLDER/attempt_0/RANK/error.json.
-static std::string parent_of_ranks() {
+static string parent_of_ranks() {
     const char* file = getenv("TORCHELASTIC_ERROR_FILE");
     if (!file) { return std::to_string(getppid()); }
     const std::filesystem::path attempt = std::filesystem::path(file).parent_path().parent_path();
@@ -232,7 +232,7 @@ static std::string parent_of_ranks() {
 // sets folder_of_ranks. Fails if it is not ours alone, or holds what an earlier job has left.
 static void make_folder_of_ranks(const Identity& me) {
     const char* named = getenv(RENDEZVOUS);
-    std::string folder = named ? named : std::filesystem::temp_directory_path().string();
+    string folder = named ? named : std::filesystem::temp_directory_path().string();
     folder += "/cs336-" + std::to_string(getuid());
     if (!named) { folder += "-" + parent_of_ranks(); }
     folder += me.job;
@@ -253,22 +253,22 @@ static void make_folder_of_ranks(const Identity& me) {
 }
 
 // Returns the path of a rank's file in our folder.
-static std::string file_of(int rank, const std::string& what) {
+static string file_of(int rank, const string& what) {
     return folder_of_ranks + "/" + what + "." + std::to_string(rank);
 }
 
 // Writes our text to the folder, and returns the texts of all ranks, by rank. Waits for each text,
 // but fails if its rank shows no life for 0.8 of our patience.
-std::vector<std::string> gather_text(const Communicator& c, const std::string& text) {
+vector<string> gather_text(const Communicator& c, const string& text) {
     if (c.world == 1) { return {text}; }
     static int gathers = 0;
-    const std::string round = std::to_string(gathers++);
+    const string round = std::to_string(gathers++);
     save_file(file_of(c.rank, round), text);
 
     const double limit_s = 0.8 * patience_s;
-    std::vector<std::string> all;
+    vector<string> all;
     for (int r = 0; r < c.world; r++) {
-        std::string life, life_before;
+        string life, life_before;
         double waited_ms = 0;
         double last = now_ms();
         std::ifstream file(file_of(r, round), std::ios::binary);
@@ -305,9 +305,9 @@ struct Links {
     bool stopping = false;
     std::deque<WorkPtr> under_way;  // the oldest first
 #ifdef HAVE_GLOO
-    std::deque<std::function<void()>> jobs;  // that the worker has yet to begin
+    std::deque<function<void()>> jobs;  // that the worker has yet to begin
 
-    std::shared_ptr<gloo::rendezvous::Context> gloo;
+    shared_ptr<gloo::rendezvous::Context> gloo;
     std::thread worker;
 #endif
 #ifdef WITH_NCCL
@@ -319,13 +319,13 @@ struct Links {
     Lane reduce_scatter_lane;       // only for speed, as the next two
     cudaStream_t behind = nullptr;  // run_behind's
 #endif
-    std::shared_ptr<Places> windows;  // allocate_shared's; null if there are none
+    shared_ptr<Places> windows;  // allocate_shared's; null if there are none
 };
 
 // Ends this process with one line, after a while: a rank's end ends the others, so those who only
 // notice it wait, and the line of the rank with the cause is the only one. If all see the cause,
 // the lowest rank's is.
-[[noreturn]] static void give_up(int rank, int exit_code, const std::string& why) {
+[[noreturn]] static void give_up(int rank, int exit_code, const string& why) {
     usleep(500000 + 100000 * std::min(rank, 10));
     note("cs336: rank %d: %s", rank, why.c_str());
     remove_folder_of_ranks();
@@ -374,8 +374,8 @@ static void watch(Links& links) {
 }
 
 #ifdef HAVE_GLOO
-static std::string first_line(const std::exception& e) {  // Gloo's messages have several
-    return std::string(e.what(), strcspn(e.what(), "\n"));
+static string first_line(const std::exception& e) {  // Gloo's messages have several
+    return string(e.what(), strcspn(e.what(), "\n"));
 }
 
 // Gloo's worker, a thread: runs the jobs one after the other, and ends when all are done and
@@ -385,7 +385,7 @@ static void run_jobs(Links& links) {
         std::unique_lock<std::mutex> lock(links.mutex);
         links.changed.wait(lock, [&] { return links.stopping || !links.jobs.empty(); });
         if (links.jobs.empty()) { return; }
-        std::function<void()> job = std::move(links.jobs.front());
+        function<void()> job = std::move(links.jobs.front());
         links.jobs.pop_front();
         lock.unlock();
         job();
@@ -451,7 +451,7 @@ static void connect_nccl(Communicator& c) {
     if (c.local_world == c.world) { setenv("NCCL_SOCKET_IFNAME", "lo", false); }
     ncclUniqueId id{};
     if (c.rank == 0) { NCCL_CHECK(ncclGetUniqueId(&id)); }
-    memcpy(&id, gather_text(c, std::string((const char*)&id, sizeof id))[0].data(), sizeof id);
+    memcpy(&id, gather_text(c, string((const char*)&id, sizeof id))[0].data(), sizeof id);
 
     // Blocking, since a non-blocking communicator starts a thread for every collective.
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -467,7 +467,7 @@ static void connect_nccl(Communicator&) {}  // why_not() has refused it
 #endif
 
 // Returns why this backend cannot connect n ranks of this machine on such devices; "": it can.
-std::string why_not(const std::string& backend, Device device, int n, int gpus) {
+string why_not(const string& backend, Device device, int n, int gpus) {
     if (device == CUDA && cuda_devices() == 0) { return "no GPU here"; }
     if (backend == "gloo" && device == CUDA) { return "Gloo works on CPUs only"; }
     if (backend == "gloo") { return HAS_GLOO ? "" : "built without Gloo (libgloo-dev)"; }
@@ -478,8 +478,8 @@ std::string why_not(const std::string& backend, Device device, int n, int gpus) 
 }
 
 // Returns the PCI addresses of the GPUs that we see, each behind a space.
-static std::string gpu_ids() {
-    std::string ids;
+static string gpu_ids() {
+    string ids;
 #ifdef __CUDACC__
     for (int i = 0; i < cuda_devices(); i++) {
         char id[32] = " ";
@@ -493,16 +493,16 @@ static std::string gpu_ids() {
 // Sets how many ranks this machine has, and how many GPUs these see together. Returns which of its
 // ranks we are.
 static int find_local_ranks(Communicator& c) {
-    std::string here;
+    string here;
     std::ifstream("/proc/sys/kernel/random/boot_id") >> here;
     std::error_code ignored;  // a container with a network of its own is another machine
     here += std::filesystem::read_symlink("/proc/self/ns/net", ignored).string();
 
-    const std::vector<std::string> machines = gather_text(c, here), ids = gather_text(c, gpu_ids());
-    std::set<std::string> gpus;
+    const vector<string> machines = gather_text(c, here), ids = gather_text(c, gpu_ids());
+    std::set<string> gpus;
     for (int r = 0; r < c.world; r++) {
         std::istringstream words(machines[r] == here ? ids[r] : "");
-        for (std::string id; words >> id;) { gpus.insert(id); }
+        for (string id; words >> id;) { gpus.insert(id); }
     }
     c.local_gpus = (int)gpus.size();
     c.local_world = (int)std::count(machines.begin(), machines.end(), here);
@@ -511,25 +511,25 @@ static int find_local_ranks(Communicator& c) {
 
 // Sets c.backend and context.device by the two options; rank 0's backend is everyone's. "auto" is
 // NCCL where every rank of rank 0's machine has a GPU, else Gloo, on the CPU.
-static void choose_device_and_backend(Communicator& c, const std::string& device,
-                                      const std::string& backend) {
-    const std::string why = why_not("nccl", CUDA, c.local_world, c.local_gpus);
+static void choose_device_and_backend(Communicator& c, const string& device,
+                                      const string& backend) {
+    const string why = why_not("nccl", CUDA, c.local_world, c.local_gpus);
     const bool gpus_do = device == "cuda" || (device == "auto" && why.empty());
-    const std::string by_default = gpus_do ? "nccl" : "gloo";
+    const string by_default = gpus_do ? "nccl" : "gloo";
     c.backend = gather_text(c, backend == "auto" ? by_default : backend)[0];
 
     const bool nccl = c.backend == "nccl";
     if (c.rank == 0 && device == "auto" && !nccl && !why.empty()) {
         note("took gloo, on the CPU, where steps have the sizes of --quick (%s)", why.c_str());
     }
-    const std::string backends_own = nccl ? "cuda" : "cpu";
+    const string backends_own = nccl ? "cuda" : "cpu";
     context.device = choose_device(device == "auto" ? backends_own : device, c.links->gpu);
-    const std::string not_so = why_not(c.backend, context.device, c.local_world, c.local_gpus);
+    const string not_so = why_not(c.backend, context.device, c.local_world, c.local_gpus);
     if (!not_so.empty()) { fail("backend %s: %s", c.backend.c_str(), not_so.c_str()); }
 }
 
 // Connects this rank, which knows its number and its folder only, with the others.
-static void connect_ranks(Communicator& c, const std::string& device, const std::string& backend) {
+static void connect_ranks(Communicator& c, const string& device, const string& backend) {
     Links& links = *c.links;
     const int local_rank = find_local_ranks(c), gpus = cuda_devices();
     links.gpu = gpus > 0 ? local_rank % gpus : 0;
@@ -576,8 +576,8 @@ static void disconnect_ranks(Communicator& c) {
 }
 
 // Makes this process a rank, calls f and returns 0. If something fails, it ends the process.
-int join_ranks(int world, const std::string& device, const std::string& backend, double timeout_s,
-               const std::function<void(const Communicator&)>& f) {
+int join_ranks(int world, const string& device, const string& backend, double timeout_s,
+               const function<void(const Communicator&)>& f) {
     Communicator c;  // outside, since a failure ends the process while its threads still run
     try {
         const Identity me = identity();
@@ -670,7 +670,7 @@ static void start_on_gloo(Links& links, const WorkPtr& work, Collective x) {
     auto job = [&links, work, x]() mutable {
         Range range(work->what);
         work->begin = {now_ms(), nullptr};
-        std::string error;
+        string error;
         try {
             run_on_gloo(links, x, work->number);
         } catch (const std::exception& e) { error = first_line(e); }
@@ -827,7 +827,7 @@ struct Windows : Places {
         bool in_use;
     };
     const ncclComm_t& nccl;  // a reference, since the communicator is made later
-    std::vector<Window> windows;
+    vector<Window> windows;
     explicit Windows(const ncclComm_t& nccl) : nccl(nccl) { counted = true; }
 
     // Opens a window of so many bytes for a new buffer.
@@ -859,7 +859,7 @@ static void prepare_windows(Links& links, ncclConfig_t* config) {
 }
 #endif
 
-void allocate_shared(const Communicator& c, const std::function<void()>& f) {
+void allocate_shared(const Communicator& c, const function<void()>& f) {
     if (context.device == CUDA && c.links && c.links->windows) {
         allocate_in(c.links->windows, f);
     } else {
@@ -876,7 +876,7 @@ void free_shared(const Communicator& c) {
 
 // Runs f behind a collective: with NCCL in a stream of the lowest priority, with Gloo in wait().
 void run_behind([[maybe_unused]] const Communicator& c, const WorkPtr& work,
-                const std::function<void()>& f) {
+                const function<void()>& f) {
     if (!work) {  // META
         f();
         return;

@@ -27,15 +27,15 @@ static const char* const METADATA = "__metadata__";
 static const char* const FILE_DTYPES[] = {"F32", "F16", "BF16", "F64", "I32", "U8", "I64"};
 
 // Returns the bytes of an element; 0 for a dtype that we do not know.
-static size_t size_of_dtype(const std::string& dtype) {
+static size_t size_of_dtype(const string& dtype) {
     if (dtype == "I64") { return 8; }
     size_t i = std::find(FILE_DTYPES, std::end(FILE_DTYPES), dtype) - FILE_DTYPES;
     return i <= U8 ? size_of((DType)i) : 0;
 }
 
 // Returns text from a file as an error message may have it: in quotes, on one line, not too long.
-static std::string shown(const json& value) {
-    std::string text = value.dump(-1, ' ', true, json::error_handler_t::replace);
+static string shown(const json& value) {
+    string text = value.dump(-1, ' ', true, json::error_handler_t::replace);
     return text.size() <= 200 ? text : text.substr(0, 197) + "...";
 }
 
@@ -44,17 +44,17 @@ static std::string shown(const json& value) {
 
 // Returns a list of whole numbers; {-1} if it holds anything else. A number beyond int64 comes out
 // negative.
-static std::vector<int64_t> sizes_in(const json& list) {
+static vector<int64_t> sizes_in(const json& list) {
     for (const json& value : list) {
         if (!value.is_number_unsigned()) { return {-1}; }
     }
-    return list.get<std::vector<int64_t>>();
+    return list.get<vector<int64_t>>();
 }
 
 // Fills *t from the header's entry. Returns false if that is no tensor, or does not lie within the
 // data, or if its data_offsets do not span as many bytes as its shape takes.
 static bool read_tensor(const json& entry, const char* data, size_t data_bytes, FileTensor* t) {
-    std::vector<int64_t> offsets;
+    vector<int64_t> offsets;
     try {
         entry.at("dtype").get_to(t->dtype);
         t->shape = sizes_in(entry.at("shape"));
@@ -76,7 +76,7 @@ static bool read_tensor(const json& entry, const char* data, size_t data_bytes, 
 
 // Fails unless the tensors, in the order of their addresses, cover the data exactly.
 static void check_layout(const SafeTensors& file, const char* data, size_t data_bytes) {
-    std::set<std::tuple<const void*, size_t, std::string>> order;
+    std::set<std::tuple<const void*, size_t, string>> order;
     for (const auto& [name, t] : file.tensors) { order.emplace(t.data, t.bytes, name); }
     const char* end = data;  // where the tensors so far end
     for (const auto& [at, bytes, name] : order) {
@@ -94,7 +94,7 @@ static void check_layout(const SafeTensors& file, const char* data, size_t data_
 
 // Returns the header's JSON. Deep nesting is refused while it is parsed, since later code, such as
 // dump(), would follow it by calls of calls and run out of stack.
-static json parse_header(const std::string& path, const std::string& text) {
+static json parse_header(const string& path, const string& text) {
     auto watch = [&](int depth, json::parse_event_t, json&) {
         if (depth > 3) {
             fail("%s: header: expected no more than three levels of nesting", path.c_str());
@@ -108,7 +108,7 @@ static json parse_header(const std::string& path, const std::string& text) {
 
 // Reads a file into memory and checks all that it says of itself. It is read, not mapped: if
 // another process cut a mapped file short, a lost page would kill us.
-SafeTensors load_safetensors(const std::string& path) {
+SafeTensors load_safetensors(const string& path) {
     std::error_code error;  // also for what is no regular file
     size_t bytes = std::filesystem::file_size(path, error);
     std::ifstream input(error ? "" : path, std::ios::binary);
@@ -129,7 +129,7 @@ SafeTensors load_safetensors(const std::string& path) {
         fail("%s: expected a safetensors file (a .pt is none), with a header of at most %zu bytes",
              path.c_str(), limit);
     }
-    std::string text(header_bytes, ' ');
+    string text(header_bytes, ' ');
     read_next(text.data(), header_bytes);
     json header = parse_header(path, text);
 
@@ -159,8 +159,7 @@ SafeTensors load_safetensors(const std::string& path) {
 }
 
 // Fails at the first tensor of the file that is not in `names`.
-void require_no_others(const SafeTensors& file, const std::set<std::string>& names,
-                       const std::string& what) {
+void require_no_others(const SafeTensors& file, const std::set<string>& names, const string& what) {
     for (const auto& [name, t] : file.tensors) {
         if (!names.count(name)) {
             fail("%s: tensor %s: not %s", file.path.c_str(), shown(name).c_str(), what.c_str());
@@ -169,9 +168,9 @@ void require_no_others(const SafeTensors& file, const std::set<std::string>& nam
 }
 
 // Returns the file's tensor of this name, or fails and says what was expected and what was found.
-const FileTensor& require_tensor(const SafeTensors& file, const std::string& name,
-                                 const Shape& shape, const std::set<std::string>& dtypes) {
-    std::string where = file.path + ": tensor " + shown(name);
+const FileTensor& require_tensor(const SafeTensors& file, const string& name, const Shape& shape,
+                                 const std::set<string>& dtypes) {
+    string where = file.path + ": tensor " + shown(name);
     auto found = file.tensors.find(name);
     if (found == file.tensors.end()) {
         json names = json::array();
@@ -186,7 +185,7 @@ const FileTensor& require_tensor(const SafeTensors& file, const std::string& nam
         fits = shape[i] == -1 || shape[i] == t.shape[i];
     }
     if (!fits) {
-        std::vector<std::string> sizes;
+        vector<string> sizes;
         for (int64_t d : shape) { sizes.push_back(d == -1 ? "any" : std::to_string(d)); }
         fail("%s: expected %s [%s], found %s %s", where.c_str(),
              join({dtypes.begin(), dtypes.end()}, " or ").c_str(), join(sizes, ", ").c_str(),
@@ -200,9 +199,8 @@ const FileTensor& require_tensor(const SafeTensors& file, const std::string& nam
 
 // Writes the tensors with the wide dtypes first, so that every one starts at a multiple of its
 // element size; the header is padded with spaces to a multiple of 8 bytes.
-void save_safetensors(const std::string& path,
-                      const std::vector<std::pair<std::string, FileTensor>>& tensors,
-                      const std::map<std::string, std::string>& metadata) {
+void save_safetensors(const string& path, const vector<std::pair<string, FileTensor>>& tensors,
+                      const std::map<string, string>& metadata) {
     auto order = tensors;
     std::stable_sort(order.begin(), order.end(), [](const auto& a, const auto& b) {
         return size_of_dtype(a.second.dtype) > size_of_dtype(b.second.dtype);
@@ -216,7 +214,7 @@ void save_safetensors(const std::string& path,
             {"dtype", t.dtype}, {"shape", t.shape}, {"data_offsets", {end, end + t.bytes}}};
         end += t.bytes;
     }
-    std::string text = header.dump(-1, ' ', false, json::error_handler_t::replace);
+    string text = header.dump(-1, ' ', false, json::error_handler_t::replace);
     text.resize((text.size() + 7) / 8 * 8, ' ');
 
     replace_file(path, [&](FILE* file) {

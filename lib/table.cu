@@ -3,19 +3,19 @@
 // commands call: print(), answer(), sketch(). To read first: print().
 #include "lib.h"
 
-std::string oom_cell(size_t bytes) { return strprintf("OOM (%.1f GiB)", to_gib(bytes)); }
-std::string* printed_to = nullptr;
+string oom_cell(size_t bytes) { return strprintf("OOM (%.1f GiB)", to_gib(bytes)); }
+string* printed_to = nullptr;
 
 // Writes a table or an answer, parted by an empty line from what was written before. Fails if
 // stdout fails; a reader that has gone (`| head`) ends us with the exit code of SIGPIPE.
-static void write_block(const std::string& block) {
+static void write_block(const string& block) {
     if (printed_to) {
         *printed_to += block;
         return;
     }
 
     static bool is_first = true;
-    std::string text = is_first ? block : "\n" + block;
+    string text = is_first ? block : "\n" + block;
     is_first = false;
 
     signal(SIGPIPE, SIG_IGN);  // or a closed pipe would kill us before fwrite could tell
@@ -27,16 +27,16 @@ static void write_block(const std::string& block) {
 
 // Counts columns on the screen, if each code point takes one: all bytes of UTF-8 but those that
 // continue one.
-static size_t width(const std::string& text) {
+static size_t width(const string& text) {
     return std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; });
 }
-static bool is_number(const std::string& cell) {
-    return cell.find_first_not_of("+-0123456789.e%x ") == std::string::npos ||
+static bool is_number(const string& cell) {
+    return cell.find_first_not_of("+-0123456789.e%x ") == string::npos ||
            cell.compare(0, 3, "OOM") == 0;
 }
 // Returns the cell with `with` before every special character.
-static std::string escaped(const std::string& cell, char special, char with) {
-    std::string text;
+static string escaped(const string& cell, char special, char with) {
+    string text;
     for (char c : cell) {
         if (c == special) { text += with; }
         text += c;
@@ -45,14 +45,14 @@ static std::string escaped(const std::string& cell, char special, char with) {
 }
 // Returns the table as Markdown that is also legible as it is: columns are padded to one width, and
 // those that hold numbers only are aligned to the right.
-static std::string markdown(const Table& table) {
-    std::vector<std::vector<std::string>> lines = {table.columns};
+static string markdown(const Table& table) {
+    vector<vector<string>> lines = {table.columns};
     lines.insert(lines.end(), table.rows.begin(), table.rows.end());
-    std::vector<size_t> widths(table.columns.size(), 3);
-    std::vector<bool> right(table.columns.size(), true);  // columns of numbers
+    vector<size_t> widths(table.columns.size(), 3);
+    vector<bool> right(table.columns.size(), true);  // columns of numbers
     for (size_t i = 0; i < lines.size(); i++) {
         for (size_t j = 0; j < widths.size(); j++) {
-            std::string& cell = lines[i][j];
+            string& cell = lines[i][j];
             cell = one_line(cell);
             right[j] = right[j] && (i == 0 || is_number(cell));
             cell = escaped(cell, '|', '\\');
@@ -60,11 +60,11 @@ static std::string markdown(const Table& table) {
         }
     }
 
-    std::string text = one_line(table.caption) + "\n\n", rule;
+    string text = one_line(table.caption) + "\n\n", rule;
     for (size_t i = 0; i < lines.size(); i++) {
         for (size_t j = 0; j < widths.size(); j++) {
-            std::string spaces(widths[j] - width(lines[i][j]), ' ');
-            std::string dashes(widths[j] - 1, '-');
+            string spaces(widths[j] - width(lines[i][j]), ' ');
+            string dashes(widths[j] - 1, '-');
             text += "| " + (right[j] ? spaces + lines[i][j] : lines[i][j] + spaces) + " ";
             rule += "| " + (right[j] ? dashes + ": " : "-" + dashes + " ");
         }
@@ -75,22 +75,22 @@ static std::string markdown(const Table& table) {
 
 // Returns a line of csv (RFC 4180): a cell with a comma or a quote stands in quotes, and a quote in
 // it is doubled.
-static std::string csv_line(const std::vector<std::string>& cells) {
-    std::vector<std::string> line;
-    for (const std::string& text : cells) {
-        std::string cell = one_line(text);
-        bool quoted = cell.find_first_of(",\"") != std::string::npos;
+static string csv_line(const vector<string>& cells) {
+    vector<string> line;
+    for (const string& text : cells) {
+        string cell = one_line(text);
+        bool quoted = cell.find_first_of(",\"") != string::npos;
         line.push_back(quoted ? "\"" + escaped(cell, '"', '"') + "\"" : cell);
     }
     return join(line, ",") + "\n";
 }
-static std::string csv(const Table& table) {
-    std::string text = "# " + one_line(table.caption) + "\n" + csv_line(table.columns);
+static string csv(const Table& table) {
+    string text = "# " + one_line(table.caption) + "\n" + csv_line(table.columns);
     for (const auto& row : table.rows) { text += csv_line(row); }
     return text;
 }
 
-std::string origin() { return device_description() + "; commit " + commit() + context.sizes; }
+string origin() { return device_description() + "; commit " + commit() + context.sizes; }
 
 // Writes a table; the process's first one also says on what it ran. Fails if a row has too many or
 // too few cells.
@@ -115,18 +115,18 @@ void print(const Table& table) {
 void answer(const char* part, const char* format, ...) {
     va_list arguments;
     va_start(arguments, format);
-    std::string text = one_line(vstrprintf(format, arguments));
+    string text = one_line(vstrprintf(format, arguments));
     va_end(arguments);
 
     bool plain = context.csv || (!printed_to && isatty(STDOUT_FILENO));
-    std::string letter;
+    string letter;
     if (*part) { letter = strprintf(plain ? "(%s) " : "**(%s)** ", part); }
     write_block((context.csv ? "# " : "") + letter + text + "\n");
 }
 
 // Writes lines of code between ``` and ```, or in csv each behind a #.
-void sketch(const std::string& lines) {
-    std::string text = context.csv ? "# " : "```\n";
+void sketch(const string& lines) {
+    string text = context.csv ? "# " : "```\n";
     for (char c : lines) {
         text += c;
         if (context.csv && c == '\n') { text += "# "; }

@@ -25,8 +25,8 @@ int64_t count(const Shape& shape) {
     }
     return n;
 }
-std::string to_string(const Shape& shape) {
-    std::string s = "[";
+string to_string(const Shape& shape) {
+    string s = "[";
     for (size_t i = 0; i < shape.size(); i++) {
         s += (i > 0 ? ", " : "") + std::to_string(shape[i]);
     }
@@ -147,20 +147,20 @@ HD void store(char* data, DType t, int64_t i, A x) {
     }
 }
 
-std::vector<double> to_doubles(const Tensor& t) {
+vector<double> to_doubles(const Tensor& t) {
     NoGrad no_grad;
     Tensor c = to_device(contiguous(t), CPU);
-    std::vector<double> values(c.size());
+    vector<double> values(c.size());
     for (int64_t i = 0; i < c.size(); i++) { values[i] = load<double>(c.data, c.dtype, i); }
     return values;
 }
-std::vector<float> to_floats(const Tensor& t) {
-    std::vector<double> values = to_doubles(t);
-    return std::vector<float>(values.begin(), values.end());
+vector<float> to_floats(const Tensor& t) {
+    vector<double> values = to_doubles(t);
+    return vector<float>(values.begin(), values.end());
 }
 // Makes a tensor on the CPU from the values, rounded to the dtype, and moves it to context.device.
 template <class From>
-static Tensor from_values(const std::vector<From>& values, const Shape& shape, DType dtype,
+static Tensor from_values(const vector<From>& values, const Shape& shape, DType dtype,
                           Category category) {
     if ((int64_t)values.size() != count(shape)) {
         fail("%zu values for shape %s", values.size(), to_string(shape).c_str());
@@ -169,10 +169,10 @@ static Tensor from_values(const std::vector<From>& values, const Shape& shape, D
     for (size_t i = 0; i < values.size(); i++) { store<From>(t.data, dtype, i, values[i]); }
     return to_device(t, context.device);
 }
-Tensor from_floats(const std::vector<float>& values, const Shape& shape, DType dtype) {
+Tensor from_floats(const vector<float>& values, const Shape& shape, DType dtype) {
     return from_values(values, shape, dtype, INPUTS);
 }
-Tensor from_ints(const std::vector<int>& values, const Shape& shape) {
+Tensor from_ints(const vector<int>& values, const Shape& shape) {
     return from_values(values, shape, I32, INPUTS);
 }
 
@@ -184,7 +184,7 @@ Comparison compare(const Tensor& got, const Tensor& want, double rtol, double at
              to_string(want.shape).c_str());
     }
 
-    std::vector<double> g = to_doubles(got), w = to_doubles(want);
+    vector<double> g = to_doubles(got), w = to_doubles(want);
     Comparison c;
     double worst = 0;
     for (size_t i = 0; i < g.size(); i++) {
@@ -201,7 +201,7 @@ Comparison compare(const Tensor& got, const Tensor& want, double rtol, double at
     }
     return c;
 }
-std::string to_string(const Comparison& c) {
+string to_string(const Comparison& c) {
     return strprintf("%ld wrong; worst at %ld: got %.9g, want %.9g; largest error %.3g",
                      (long)c.wrong, (long)c.worst, c.got, c.want, c.max_abs);
 }
@@ -283,7 +283,7 @@ int random_int(int n, uint64_t seed, uint64_t key, uint64_t i) {
     philox(r, seed, key, i);
     return (int)(((uint64_t)r[0] * (uint32_t)n) >> 32);  // bias below n / 2^32
 }
-uint64_t key_of(const std::string& name) {  // FNV-1a
+uint64_t key_of(const string& name) {  // FNV-1a
     uint64_t h = 0xcbf29ce484222325u;
     for (unsigned char c : name) { h = (h ^ c) * 0x100000001b3u; }
     return h;
@@ -312,12 +312,12 @@ uint64_t key_of(const std::string& name) {  // FNV-1a
 
 struct TapeStep {
     GradientPtr output;
-    std::vector<GradientPtr> inputs;
-    std::function<void(const Tensor& dy)> backward;
+    vector<GradientPtr> inputs;
+    function<void(const Tensor& dy)> backward;
     const char* op;  // the range that was open when it was recorded ...
     int range;       // ... and that range's number in the trace
 };
-static std::vector<TapeStep> tape;
+static vector<TapeStep> tape;
 
 static bool needs_gradient(const Tensor& t) { return context.recording && t.gradient; }
 
@@ -335,8 +335,7 @@ Tensor require_gradient(const Tensor& t) {
 
 // Appends a step to the tape and gives y a gradient, unless no input needs one (or NoGrad forbids
 // it): then y has none.
-void record(Tensor& y, const std::vector<Tensor>& inputs,
-            std::function<void(const Tensor&)> backward) {
+void record(Tensor& y, const vector<Tensor>& inputs, function<void(const Tensor&)> backward) {
     TapeStep step;
     for (const Tensor& x : inputs) {
         if (needs_gradient(x)) {
@@ -403,7 +402,7 @@ Tensor gradient_target(const GradientPtr& g, bool* accumulate) {
 // Lets `write` fill, or add to, a tensor of g's dtype. A parameter whose gradient is 16-bit gets it
 // from a tensor beside it.
 void write_gradient(const GradientPtr& g,
-                    const std::function<void(const Tensor& target, bool accumulate)>& write) {
+                    const function<void(const Tensor& target, bool accumulate)>& write) {
     if (g->is_parameter && g->value && g->value.dtype != g->dtype) {
         Tensor own = empty(g->shape, g->dtype);
         write(own, false);
@@ -414,7 +413,7 @@ void write_gradient(const GradientPtr& g,
     Tensor target = gradient_target(g, &accumulate);
     write(target, accumulate);
 }
-void recompute_by(const Tensor& y, const std::function<Tensor()>& again) {
+void recompute_by(const Tensor& y, const function<Tensor()>& again) {
     if (context.recompute && y.gradient) { y.gradient->recompute = again; }
 }
 void backward(const Tensor& loss, float scale) {
@@ -450,7 +449,7 @@ void backward_from(const Tensor& y, const Tensor& dy) {
 // Returns f(x), recorded as one step that holds x alone. In backward the step runs f again, which
 // records f's own steps on top of the tape, and gives dy to the last of them; backward_from() then
 // goes on with these. An x without a gradient gets one, so that the step is recorded at all.
-Tensor checkpoint(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x) {
+Tensor checkpoint(const function<Tensor(const Tensor& x)>& f, const Tensor& x) {
     if (!context.recording) { return f(x); }
 
     Tensor in = x.gradient ? x : require_gradient(x), y;
@@ -559,7 +558,7 @@ static Loop loop_over(const Tensor& out, const Tensor (&inputs)[N]) {
     Loop loop{};
     loop.n = out.size();
     loop.out = operand(out, out.shape);
-    std::vector<Operand*> operands = {&loop.out};
+    vector<Operand*> operands = {&loop.out};
     for (size_t k = 0; k < N; k++) {
         loop.in[k] = operand(inputs[k], out.shape);
         operands.push_back(&loop.in[k]);
@@ -1188,7 +1187,7 @@ Tensor pick_last(const Tensor& a, const Tensor& index) {
 
 // Returns how many bytes `run` would hold at its peak, beyond what is held before. It runs on META,
 // where nothing is computed, but every buffer is counted as the device would have it.
-size_t planned_peak(const std::function<void()>& run) {
+size_t planned_peak(const function<void()>& run) {
     RestoreContext restore;
     context.widening = multiplies_copies(context.device, matmul_dtype());
     Planning planning;
@@ -1201,8 +1200,7 @@ size_t planned_peak(const std::function<void()>& run) {
 // Runs f if it should fit. Returns 0 if it ran, else the bytes it needs: `needs` if they exceed
 // what is free by more than `held`, or if memory ran out on the way, in which case the tape is
 // cleared.
-size_t run_if_fits(const std::string& row, size_t needs, const std::function<void()>& f,
-                   size_t held) {
+size_t run_if_fits(const string& row, size_t needs, const function<void()>& f, size_t held) {
     if (needs > held && needs - held > available_memory(context.device)) { return needs; }
     progress("%s", row.c_str());
     try {

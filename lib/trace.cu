@@ -50,7 +50,7 @@ static const CUpti_ActivityKind traced_activities[] = {CUPTI_ACTIVITY_KIND_CONCU
 // CUPTI's records have a mutex of their own, since its thread takes milliseconds to read a buffer,
 // and ranges must not wait so long.
 static std::mutex cupti_mutex;
-static std::vector<TracedWork> cupti_work;
+static vector<TracedWork> cupti_work;
 static size_t cupti_dropped;
 static std::atomic<CUptiResult> first_error;  // on CUPTI's thread nothing may be thrown
 
@@ -59,7 +59,7 @@ static bool succeeded(CUptiResult result) {
     if (result != CUPTI_SUCCESS) { first_error.compare_exchange_strong(none, result); }
     return result == CUPTI_SUCCESS;
 }
-static std::string error_text() {
+static string error_text() {
     const char* text = nullptr;
     return cuptiGetResultString(first_error, &text) == CUPTI_SUCCESS && text
                ? text
@@ -70,7 +70,7 @@ static std::string error_text() {
 // twice as much.
 static CUpti_SubscriberHandle launch_subscriber;
 static std::mutex launch_mutex;
-static std::vector<std::pair<uint32_t, int>> launches;  // the launch's number, the range's
+static vector<std::pair<uint32_t, int>> launches;  // the launch's number, the range's
 
 static void CUPTIAPI note_launch(void*, CUpti_CallbackDomain, CUpti_CallbackId, const void* call) {
     auto info = (const CUpti_CallbackData*)call;
@@ -99,7 +99,7 @@ static bool watch_launches() {
 // Appends a record to cupti_work. R: the record's type in CUDA 12.4; those of later versions begin
 // alike.
 template <class R>
-static void take_work(const CUpti_Activity* record, const std::string& name) {
+static void take_work(const CUpti_Activity* record, const string& name) {
     auto r = (const R*)record;
     if (r->end <= r->start) {
         cupti_dropped++;  // no room on the device for its times
@@ -108,7 +108,7 @@ static void take_work(const CUpti_Activity* record, const std::string& name) {
             {name, -1, (int64_t)r->start, (int64_t)r->end, r->streamId, r->correlationId});
     }
 }
-static std::string demangled(const std::string& name) {
+static string demangled(const string& name) {
     const std::unique_ptr<char, void (*)(void*)> text(abi::__cxa_demangle(name.c_str(), 0, 0, 0),
                                                       free);
     return text ? text.get() : name;
@@ -152,8 +152,8 @@ static void end_cupti() {
 }
 
 // Starts CUPTI. Returns why it cannot, "" where it runs.
-static std::string start_cupti() {
-    std::string why;
+static string start_cupti() {
+    string why;
     if (cuda_devices(&why) == 0) { return why; }
     if (getenv("NSYS_PROFILING_SESSION_ID")) { return "nsys is attached"; }
 
@@ -198,8 +198,8 @@ static void stop_cupti() {
     if (cupti_dropped > 0) { note("trace: CUPTI had no room for %zu kernels", cupti_dropped); }
 }
 #else
-static std::string start_cupti() {
-    std::string why;
+static string start_cupti() {
+    string why;
     return cuda_devices(&why) > 0 ? "this build has no CUPTI" : why;
 }
 static void stop_cupti() {}

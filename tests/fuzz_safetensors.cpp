@@ -19,7 +19,7 @@ static void expect(bool ok, const char* what) {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t n) {
     // a regular file that no disk sees
     static const int file = memfd_create("fuzz.safetensors", 0);
-    static const std::string path = "/proc/self/fd/" + std::to_string(file);
+    static const string path = "/proc/self/fd/" + std::to_string(file);
     expect(file >= 0 && ftruncate(file, 0) == 0 && pwrite(file, bytes, n, 0) == (ssize_t)n,
            "the input is written");
     try {
@@ -39,7 +39,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t n) {
         memcpy(&header, bytes, 8);
         expect(total == n - 8 - header, "the tensors are all of the file's data");
     } catch (const Failure& failure) {
-        std::string what = failure.what();
+        string what = failure.what();
         expect(failure.exit_code == 1, "a bad file is a failure, not wrong usage");
         expect(what.find(path) == 0, "the line starts with the file's name");
         expect(what.size() < 1000, "the line is not too long");

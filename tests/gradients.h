@@ -3,8 +3,8 @@
 #pragma once
 #include "test.h"
 
-using Tensors = std::vector<Tensor>;
-using Op = std::function<Tensors(const Tensors& x)>;  // its outputs
+using Tensors = vector<Tensor>;
+using Op = function<Tensors(const Tensors& x)>;  // its outputs
 
 inline Tensor normals(const Shape& shape, DType dtype, uint64_t key, float mean = 0,
                       float std = 1) {
@@ -19,7 +19,7 @@ inline Tensor weights_for(const Tensor& y, size_t i) { return normals(y.shape, y
 // backward takes part. loss_of() has the value.
 inline Tensor weighted_total(const Tensors& ys) {
     Tensor loss = zeros({}, ys[0].dtype);
-    std::vector<GradientPtr> to;
+    vector<GradientPtr> to;
     Tensors weights;
     for (const Tensor& y : ys) {
         weights.push_back(weights_for(y, to.size()));
@@ -33,7 +33,7 @@ inline Tensor weighted_total(const Tensors& ys) {
 inline double loss_of(const Tensors& ys) {
     double sum = 0;
     for (size_t i = 0; i < ys.size(); i++) {
-        std::vector<double> y = to_doubles(ys[i]), w = to_doubles(weights_for(ys[i], i));
+        vector<double> y = to_doubles(ys[i]), w = to_doubles(weights_for(ys[i], i));
         for (size_t j = 0; j < y.size(); j++) { sum += w[j] * y[j]; }
     }
     return sum;

@@ -13,7 +13,7 @@
 #include <map>
 
 static bool skipped_now = false;
-static std::map<std::string, int> skipped_why;
+static std::map<string, int> skipped_why;
 static int passed = 0, failed = 0, skipped = 0;
 
 void skip_this_case(const char* why) {
@@ -47,19 +47,19 @@ struct Counter : doctest::IReporter {
 };
 REGISTER_LISTENER("counter", 1, Counter);
 
-static std::string rest_of(FILE* file) {
-    std::string text;
+static string rest_of(FILE* file) {
+    string text;
     for (int c = fgetc(file); c != EOF; c = fgetc(file)) { text += (char)c; }
     return text;
 }
 static int exit_code_of(int status) { return WIFEXITED(status) ? WEXITSTATUS(status) : -1; }
 
 // Files take the two streams: no pipe can fill up and block the program.
-Run run_cs336(const std::vector<std::string>& words, const char* stdout_path) {
-    std::vector<std::string> all = {program()};
+Run run_cs336(const vector<string>& words, const char* stdout_path) {
+    vector<string> all = {program()};
     all.insert(all.end(), words.begin(), words.end());
-    std::vector<char*> argv;
-    for (std::string& word : all) { argv.push_back(word.data()); }
+    vector<char*> argv;
+    for (string& word : all) { argv.push_back(word.data()); }
     argv.push_back(nullptr);
     FILE *out = tmpfile(), *err = tmpfile();
     REQUIRE(out);
@@ -81,19 +81,19 @@ Run run_cs336(const std::vector<std::string>& words, const char* stdout_path) {
     return result;
 }
 
-Run run_shell(const std::string& line) {
+Run run_shell(const string& line) {
     FILE* pipe = popen(("exec 2>&1; " + line).c_str(), "r");
     REQUIRE(pipe);
-    std::string out = rest_of(pipe);
+    string out = rest_of(pipe);
     return {exit_code_of(pclose(pipe)), out, ""};
 }
 
-std::string read_file(const std::string& path) {
+string read_file(const string& path) {
     std::ifstream file(path, std::ios::binary);
     REQUIRE_MESSAGE(file.is_open(), path);
     return {std::istreambuf_iterator<char>(file), {}};
 }
-void write_file(const std::string& path, const std::string& text) {
+void write_file(const string& path, const string& text) {
     std::ofstream file(path, std::ios::binary);
     file << text;
     file.close();

@@ -30,21 +30,21 @@ struct OnCUDA {
 TYPE_TO_STRING(OnCPU);
 TYPE_TO_STRING(OnCUDA);
 
-inline std::string program() {
+inline string program() {
     const char* path = getenv("CS336_BINARY");
     return path ? path : "./cs336";
 }
 // Runs program() to its end.
 struct Run {
     int exit_code;  // -1: died of a signal
-    std::string out, err;
+    string out, err;
 };
-Run run_cs336(const std::vector<std::string>& words, const char* stdout_path = nullptr);
-Run run_shell(const std::string& line);  // both streams are in out
+Run run_cs336(const vector<string>& words, const char* stdout_path = nullptr);
+Run run_shell(const string& line);  // both streams are in out
 
 // A folder of this test's own in /tmp. It goes with all that is in it.
 struct Folder {
-    std::string path;
+    string path;
     Folder() {
         char name[] = "/tmp/cs336_test_XXXXXX";
         REQUIRE(mkdtemp(name));
@@ -55,9 +55,9 @@ struct Folder {
         std::error_code ignored;
         std::filesystem::remove_all(path, ignored);
     }
-    std::string operator/(const std::string& name) const { return path + "/" + name; }
-    std::vector<std::string> files() const {
-        std::vector<std::string> names;
+    string operator/(const string& name) const { return path + "/" + name; }
+    vector<string> files() const {
+        vector<string> names;
         for (const auto& entry : std::filesystem::directory_iterator(path)) {
             names.push_back(entry.path().filename());
         }
@@ -65,23 +65,21 @@ struct Folder {
     }
 };
 
-std::string read_file(const std::string& path);
-void write_file(const std::string& path, const std::string& text);
+string read_file(const string& path);
+void write_file(const string& path, const string& text);
 
-inline bool has(const std::string& text, const std::string& part) {
-    return text.find(part) != std::string::npos;
-}
+inline bool has(const string& text, const string& part) { return text.find(part) != string::npos; }
 
 // What f throws: its message, after its exit code.
-inline std::string failure_of(const std::function<void()>& f) {
+inline string failure_of(const function<void()>& f) {
     try {
         f();
     } catch (const Failure& e) { return strprintf("%d: %s", e.exit_code, e.what()); }
     return "nothing thrown";
 }
 // What print() and answer() write while f runs.
-inline std::string printed(const std::function<void()>& f) {
-    std::string text;
+inline string printed(const function<void()>& f) {
+    string text;
     printed_to = &text;
     f();
     printed_to = nullptr;
@@ -89,14 +87,13 @@ inline std::string printed(const std::function<void()>& f) {
 }
 
 // text has all these phrases, and nothing of what a sentence must not have.
-inline void check_says(const std::string& text, const std::vector<std::string>& phrases,
-                       const std::vector<std::string>& nowhere = {"nan", "inf ", "  ", "()", " .",
-                                                                  " ,", "( ", "1 calls", "1 ranks",
-                                                                  "1 configurations"}) {
-    for (const std::string& phrase : phrases) {
+inline void check_says(const string& text, const vector<string>& phrases,
+                       const vector<string>& nowhere = {"nan", "inf ", "  ", "()", " .", " ,", "( ",
+                                                        "1 calls", "1 ranks", "1 configurations"}) {
+    for (const string& phrase : phrases) {
         CHECK_MESSAGE(has(text, phrase), phrase, " in: ", text);
     }
-    for (const std::string& never : nowhere) {
+    for (const string& never : nowhere) {
         CHECK_MESSAGE(!has(text, never), "'", never, "' in: ", text);
     }
 }
@@ -111,17 +108,17 @@ inline PassTimes oom() {
 }
 
 // The cells of the column `name`, from all Markdown tables of a program's output that have one.
-inline std::vector<std::string> column(const std::string& output, const std::string& name) {
-    std::vector<std::string> found;
+inline vector<string> column(const string& output, const string& name) {
+    vector<string> found;
     int wanted = -1, lines = 0;  // lines: of this table, so far
     std::istringstream text(output);
-    for (std::string line; std::getline(text, line);) {
+    for (string line; std::getline(text, line);) {
         lines = line.compare(0, 2, "| ") == 0 ? lines + 1 : 0;
         if (lines == 1) { wanted = -1; }
         size_t at = 2;
         for (int i = 0; lines > 0 && at < line.size(); i++) {
             const size_t end = line.find(" |", at), first = line.find_first_not_of(' ', at);
-            std::string cell = first < end ? line.substr(first, end - first) : "";
+            string cell = first < end ? line.substr(first, end - first) : "";
             cell.erase(cell.find_last_not_of(' ') + 1);
             if (lines == 1 && cell == name) { wanted = i; }
             if (lines > 2 && i == wanted) { found.push_back(cell); }
@@ -168,7 +165,7 @@ bool begin() {
     return begin_on(D::device);
 }
 
-inline std::string setting_now() {
+inline string setting_now() {
     return strprintf("%s %s", name_of(context.mode), name_of(context.precision));
 }
 inline double largest(const Tensor& t) {  // NaN if it holds one
@@ -187,16 +184,16 @@ inline Tensor on_cpu(const Tensor& t) { return to_device(contiguous(detached(t))
 // A test that needs ranks launches this program again as n ranks, each of which runs the same test
 // case and, once connected, f.
 inline void in_ranks(const char* test_case, int n, Device device,
-                     const std::function<void(const Communicator&)>& f) {
+                     const function<void(const Communicator&)>& f) {
     if (!is_rank()) {
-        CHECK(launch_ranks(n, {std::string("-tc=") + test_case, "-nv", "-m"}) == 0);
+        CHECK(launch_ranks(n, {string("-tc=") + test_case, "-nv", "-m"}) == 0);
         return;
     }
     if (getenv("WORLD_SIZE") != std::to_string(n)) { return; }
     CHECK(join_ranks(n, name_of(device), "auto", 20, f) == 0);
 }
 inline bool lacks(const char* backend, Device device, int n) {
-    std::string why = why_not(backend, device, n);
+    string why = why_not(backend, device, n);
     if (why.empty()) { return false; }
     skip_this_case(why.c_str());
     return true;
@@ -215,8 +212,8 @@ struct PureSetting {
     int head_chunk;
     bool recompute;
 };
-extern const std::vector<PureSetting> pure_settings;
+extern const vector<PureSetting> pure_settings;
 bool begin_pure(const PureSetting& s);  // false: this device has no such attention
-using ByName = std::map<std::string, Tensor>;
+using ByName = std::map<string, Tensor>;
 Tensor copied(const Tensor& t);
 void check_pure_bf16(double loss, const ByName& gradients, const ByName& after);

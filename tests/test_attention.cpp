@@ -11,7 +11,7 @@ TEST_CASE_TEMPLATE("a fused softmax takes scores of -inf, first in a row or all 
                    OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     const int T = 100;  // a warp's lanes have three or four columns each
-    std::vector<float> x(2 * T, -INFINITY), want(2 * T);
+    vector<float> x(2 * T, -INFINITY), want(2 * T);
     for (int j = 1; j < T; j++) { x[j] = 0, want[j] = 1.0f / (T - 1); }
     x.back() = 2, want.back() = 1;
     const Tensor s = from_floats(x, {1, 1, 2, T}), L = empty({1, 1, 2}, F32);
@@ -21,11 +21,11 @@ TEST_CASE_TEMPLATE("a fused softmax takes scores of -inf, first in a row or all 
 }
 
 TEST_CASE("answers: pytorch_attention") {
-    std::vector<AttentionRun> runs = {{4096, 16, F32, passes(2.071, 4.088, NAN, 1066.25)},
-                                      {8192, 16, F32, passes(8.050, 15.972, NAN, 4148.5)},
-                                      {16384, 16, F32, passes(32.579, 67.138, NAN, 16457)},
-                                      {8192, 128, F32, passes(11.979, 23.39, NAN, 4288.5)},
-                                      {16384, 128, F32, passes(48.454, 97.052, NAN, 16737)}};
+    vector<AttentionRun> runs = {{4096, 16, F32, passes(2.071, 4.088, NAN, 1066.25)},
+                                 {8192, 16, F32, passes(8.050, 15.972, NAN, 4148.5)},
+                                 {16384, 16, F32, passes(32.579, 67.138, NAN, 16457)},
+                                 {8192, 128, F32, passes(11.979, 23.39, NAN, 4288.5)},
+                                 {16384, 128, F32, passes(48.454, 97.052, NAN, 16737)}};
     auto text = [&] {
         return printed([&] {
             answer_pytorch_attention(runs, {32768, 171902500864, 149443414425});
@@ -67,11 +67,11 @@ TEST_CASE("pass_times holds what naive attention saves, and not its peak") {
 
 TEST_CASE("pytorch_attention names the smallest power of 2 that does not fit") {
     begin<OnCPU>();
-    const std::string text = run_cs336({"pytorch_attention", "--device", "cpu", "--quick"}).out;
+    const string text = run_cs336({"pytorch_attention", "--device", "cpu", "--quick"}).out;
     int S = 0;
     double needs = 0, has_GiB = 0;
     const size_t at = text.find("(doubling S, predicted), S ");
-    REQUIRE(at != std::string::npos);
+    REQUIRE(at != string::npos);
     REQUIRE(sscanf(&text[at], "(doubling S, predicted), S %d and D 16, needs %lf GiB of %lf", &S,
                    &needs, &has_GiB) == 3);
     auto peak = [](int S) {
@@ -89,7 +89,7 @@ TEST_CASE("weighted_sum's rates count what each pass and the copy read and write
                  "copy GB/s", "max error"}};
     const double N = 3000, D = 400;
     const MemoryRates r = weighted_sum_row(table, 3000, 400);
-    const std::string text = printed([&] { print(table); });
+    const string text = printed([&] { print(table); });
     auto cell = [&](const char* name) { return std::stod(column(text, name).at(0)); };
     CHECK(cell("forward ms") * r.forward == doctest::Approx(4e-6 * (N * D + D + N)).epsilon(0.02));
     CHECK(cell("backward ms") * r.backward ==
@@ -100,9 +100,8 @@ TEST_CASE("weighted_sum's rates count what each pass and the copy read and write
 }
 
 TEST_CASE("answers: torch_compile's attention") {
-    std::vector<AttentionRun> runs = {{256, 16, F32, passes(0.075, 0.125), passes(0.025, 0.046)},
-                                      {16384, 128, F32, passes(48.665, 96.981),
-                                       passes(29.653, 55.999)}};
+    vector<AttentionRun> runs = {{256, 16, F32, passes(0.075, 0.125), passes(0.025, 0.046)},
+                                 {16384, 128, F32, passes(48.665, 96.981), passes(29.653, 55.999)}};
     auto text = [&] { return printed([&] { answer_torch_compile_attention(runs); }); };
     check_says(
         text(),

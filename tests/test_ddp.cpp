@@ -8,7 +8,7 @@
 #include <nlohmann/json.hpp>
 
 // These parameters, in backward order, in one buffer, and their gradients in another.
-static Model flat_model(const std::vector<std::pair<const char*, Shape>>& parameters) {
+static Model flat_model(const vector<std::pair<const char*, Shape>>& parameters) {
     Model m;
     int64_t n = 0;
     for (const auto& [name, shape] : parameters) {
@@ -38,9 +38,9 @@ static void check_data_parallel(const Communicator& c) {
     for (Strategy strategy : {NAIVE, FLAT, OVERLAPPED, BUCKETED}) {
         for (int steps = 0; steps < 2; steps++) {
             Model m = flat_model({{"w3", {3}}, {"w2", {3}}, {"w1", {3}}, {"w0", {3}}});
-            copy(m.gradients, from_floats(std::vector<float>(12, NAN), {12}));
+            copy(m.gradients, from_floats(vector<float>(12, NAN), {12}));
             // the broadcast makes it 2
-            copy(m.weights, from_floats(std::vector<float>(12, 2.0f + c.rank), {12}));
+            copy(m.weights, from_floats(vector<float>(12, 2.0f + c.rank), {12}));
             auto d = data_parallel(c, strategy, 24e-6, m);
             Tensor x = from_floats({1, 1 + (float)c.rank, 3}, {3});
             reset_buckets(*d);
@@ -58,7 +58,7 @@ static void check_data_parallel(const Communicator& c) {
             const int used = c.world - (c.world > 1);
             const double all[] = {1, sum / c.world, 3},
                          some[] = {(double)used, without, 3.0 * used};
-            std::vector<float> g = to_floats(m.gradients);
+            vector<float> g = to_floats(m.gradients);
             for (int i = 0; i < 12; i++) {
                 CHECK(g[i] ==
                       doctest::Approx(i < 9 ? 4 * all[i % 3] / 3 : some[i % 3] / 3 / c.world));
@@ -95,7 +95,7 @@ static void check_tied(const Communicator& c) {
     reset_buckets(*d);
     backward(mean_all(mul(w, slow)));  // dw = 2 w x / 2
     finish_gradient_synchronization(*d);
-    std::vector<float> g = to_floats(m.gradients);
+    vector<float> g = to_floats(m.gradients);
     CHECK(g[0] == doctest::Approx(3 * 1));
     CHECK(g[1] == doctest::Approx(5 * (2 + c.world - 1)));
     CHECK(d->works.size() == 1);
@@ -133,11 +133,10 @@ static void check_buckets(const Communicator& c) {
 }
 TEST_CASE("ddp: a bucket's MB are millions of bytes, and caps that cut alike are one way") {
     // 510,000 bytes each
-    const std::vector<Parameter> two = {{"a", {127500}, 0, Tensor()},
-                                        {"b", {127500}, 127500, Tensor()}};
+    const vector<Parameter> two = {{"a", {127500}, 0, Tensor()}, {"b", {127500}, 127500, Tensor()}};
     CHECK(cut_into_buckets(two, F32, 1).size() == 2);
 
-    std::vector<DdpRun> runs = {NO_SYNC, NAIVE, FLAT, OVERLAPPED};
+    vector<DdpRun> runs = {NO_SYNC, NAIVE, FLAT, OVERLAPPED};
     for (double mb : {0.5, 100.0, 1000.0}) { runs.push_back({BUCKETED, mb}); }
     join_equal_caps({"lm", 128, 512, 4, 4, 10000}, runs);  // 14.4 MB
     REQUIRE(runs.size() == 6);
@@ -218,10 +217,10 @@ TEST_CASE("ddp: buckets") {
     in_ranks("ddp: buckets", 1, CPU, check_buckets);
 }
 
-static Run check_command(const std::vector<std::string>& words, const char* expected) {
+static Run check_command(const vector<string>& words, const char* expected) {
     Run r = run_cs336(words);
-    std::string line;
-    for (const std::string& w : words) { line += w + " "; }
+    string line;
+    for (const string& w : words) { line += w + " "; }
     INFO(line << "\n" << r.out << r.err);
     CHECK(r.exit_code == 0);
     CHECK(has(r.out, expected));
@@ -235,7 +234,7 @@ TEST_CASE("ddp: weights equal those of single-process training, 1 to 4 ranks, al
              {"naive_ddp", "ddp_overlap_individual_parameters", "ddp_overlap_bucketed"}) {
             check_command({command, "--device", "cpu", "--nproc", n},
                           "All ranks hold the same bits.");
-            if (n == std::string("4")) { break; }  // more ranks than cores take their time
+            if (n == string("4")) { break; }  // more ranks than cores take their time
         }
         check_command({"optimizer_state_sharding", "--device", "cpu", "--nproc", n},
                       "All ranks hold the same bits.");
@@ -262,7 +261,7 @@ TEST_CASE("ddp: overlapped over NCCL, 20 times") {
 // engines.
 static void check_large_buckets(const Communicator& c) {
     Table losses{"", {"Way", "Step", "ours", "whole"}};
-    std::vector<WeightsCheck> checks;
+    vector<WeightsCheck> checks;
     const ModelConfig config = {"wide", 256, 64, 1, 2, 32000};
     train_and_compare(c, config, {"overlapped", OVERLAPPED}, 0, checks, losses);
     for (const WeightsCheck& x : checks) {
@@ -307,9 +306,8 @@ TEST_CASE("ddp: benchmarking commands") {
     CHECK(has(r.err, "\nnaive: Step 3/3: "));
     CHECK(!has(r.err, "naive: Step 4/3"));
     CHECK(column(r.out, "hidden").at(1) == "0.0%");
-    const std::vector<std::string> ways = {"no sync",    "naive",  "flat",
-                                           "overlapped", "0.5 MB", "100 MB"};
-    const std::vector<std::string> calls = column(r.out, "calls"), losses = column(r.out, "Loss");
+    const vector<string> ways = {"no sync", "naive", "flat", "overlapped", "0.5 MB", "100 MB"};
+    const vector<string> calls = column(r.out, "calls"), losses = column(r.out, "Loss");
     REQUIRE(losses.size() == ways.size());
     // 9 tensors per layer and 3
     for (auto [way, n] : {std::pair(1, "39"), {2, "1"}, {3, "39"}, {5, "1"}}) {
@@ -347,7 +345,7 @@ TEST_CASE("ddp: all-reduces of groups of ranks come back as numbers") {
     CHECK(r.exit_code == 0);
     for (const char* row : {"|     2 |                1 |", "|     4 |                1 |",
                             "|     6 |               10 |"}) {
-        CHECK_MESSAGE(has(r.out, std::string("| gloo    | cpu    ") + row), row);
+        CHECK_MESSAGE(has(r.out, string("| gloo    | cpu    ") + row), row);
     }
     CHECK(has(r.out, ": Gloo with 2 ranks takes "));
     CHECK(has(r.out, "**(ranks)** From 4 to 6 ranks Gloo takes "));
@@ -367,18 +365,16 @@ TEST_CASE("ddp: all-reduces of groups of ranks come back as numbers") {
 TEST_CASE("ddp: --trace puts all ranks into one file") {
     if (lacks("gloo", CPU, 2)) { return; }
     Folder folder;
-    std::string path = folder / "trace.json";
+    string path = folder / "trace.json";
     Run r = run_cs336({"ddp_overlap_individual_parameters_benchmarking", "--quick", "--device",
                        "cpu", "--trace", path});
     INFO(r.err);
     CHECK(r.exit_code == 0);
     nlohmann::json trace = nlohmann::json::parse(read_file(path), nullptr, false);
     REQUIRE(!trace.is_discarded());
-    std::map<std::pair<int, std::string>, int> seen;  // process and name of a range
+    std::map<std::pair<int, string>, int> seen;  // process and name of a range
     for (const auto& event : trace["traceEvents"]) {
-        if (event["ph"] == "X") {
-            seen[{event["pid"].get<int>(), event["name"].get<std::string>()}]++;
-        }
+        if (event["ph"] == "X") { seen[{event["pid"].get<int>(), event["name"].get<string>()}]++; }
     }
     for (int rank : {0, 1}) {
         for (const char* name :
@@ -388,7 +384,7 @@ TEST_CASE("ddp: --trace puts all ranks into one file") {
         }
         CHECK(seen[{rank, "all-reduce"}] >= 39 + 1 + 39);
     }
-    CHECK(folder.files() == std::vector<std::string>{"trace.json"});  // no rank's own
+    CHECK(folder.files() == vector<string>{"trace.json"});  // no rank's own
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -400,7 +396,7 @@ static Stats of_six(double mean, double std) {
 }
 
 TEST_CASE("answers ddp: distributed_communication_single_node") {
-    auto answers = [](const std::vector<AllReduceGroup>& groups) {
+    auto answers = [](const vector<AllReduceGroup>& groups) {
         return printed([&] { answer_distributed_communication_single_node(groups, 4); });
     };
     check_says(answers({{false, 2, {0.554, 5, 50, 501.26}},
@@ -421,16 +417,23 @@ TEST_CASE("answers ddp: distributed_communication_single_node") {
     Options o;
     o.warmup = {1};
     o.steps = 1;
-    const std::string table = printed([&] {
-        print_all_reduces(o, {{true, 4, {0.04, 0.1, 0.5, 4.0}}});
-    });
+    const string table = printed([&] { print_all_reduces(o, {{true, 4, {0.04, 0.1, 0.5, 4.0}}}); });
     CHECK(std::stod(column(table, "algbw (GB/s)").at(3)) == doctest::Approx(250));
     CHECK(std::stod(column(table, "busbw (GB/s)").at(3)) == doctest::Approx(375));  // 2 (4 - 1) / 4
     CHECK(bytes_needed({false, 2, {}}, 0) == 5000000);
 }
 
+TEST_CASE("ddp: the differences of weights add up to their mean") {
+    begin<OnCPU>();
+    WeightsCheck check{"naive", "w"};
+    compare(check, from_floats({1, 2, 3}, {3}), from_floats({1, 3, 6}, {3}), 4, 0);
+    CHECK(check.sum == 4);
+    CHECK(check.n == 3);
+    CHECK(check.max == 3);
+    CHECK(check.match);
+}
 TEST_CASE("answers ddp: weights") {
-    std::vector<WeightsCheck> checks(2, {"naive", "lm_head.weight", 5.96e-08, 1e-6, 250});
+    vector<WeightsCheck> checks(2, {"naive", "lm_head.weight", 5.96e-08, 1e-6, 250});
     checks[1].max = 1.19e-07;
     auto answers = [&] {
         return printed([&] {
@@ -450,7 +453,7 @@ TEST_CASE("answers ddp: weights") {
 }
 
 // fp32, xl, two H200s, 2 x 128 tokens per rank
-static std::vector<DdpRun> recorded() {
+static vector<DdpRun> recorded() {
     auto run = [](Strategy strategy, double mb, double total, double std, double backward,
                   double exposed, double comm, double hidden, int calls) {
         DdpRun r(strategy, mb);
@@ -473,7 +476,7 @@ static std::vector<DdpRun> recorded() {
             run(BUCKETED, 1000, 105.06, 0.08, 60.11, 3.07, 25.66, 0.881, 9)};
 }
 TEST_CASE("answers ddp: naive, flat and overlapped") {
-    std::vector<DdpRun> runs = recorded();
+    vector<DdpRun> runs = recorded();
     check_says(printed([&] { answer_naive_ddp_benchmarking(runs); }),
                {"A step takes 133.32 ms: 41.6 % more than without communication (94.17 ms). 39.20 "
                 "ms of it (29.4 %) are exposed communication",
@@ -509,7 +512,7 @@ TEST_CASE("answers ddp: naive, flat and overlapped") {
         {"a step takes 298.86 ms: too noisy to compare with naive (133.32 ms), and too noisy"});
 }
 TEST_CASE("ddp: the cells of a table of steps") {
-    std::vector<DdpRun> runs = recorded();
+    vector<DdpRun> runs = recorded();
     runs[FLAT].oom = (size_t)5 << 30;
     runs[FLAT].ms = {};
     WayRun single{"one process"};
@@ -543,7 +546,7 @@ TEST_CASE("answers ddp: communication_accounting names a split that exists") {
                 "if X could be 2 alpha N / (M_Y F) = 6.1."});
 }
 TEST_CASE("answers ddp: ddp_bucketed_benchmarking") {
-    std::vector<DdpRun> runs = recorded();
+    vector<DdpRun> runs = recorded();
     auto answers = [&] { return printed([&] { answer_ddp_bucketed_benchmarking(runs); }); };
     check_says(
         answers(),
@@ -585,9 +588,9 @@ TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
         r.ms[OPTIMIZER_STEP] = of_six(optimizer, 0.1);
         return r;
     };
-    std::vector<ShardingRun> runs = {run(UNSHARDED, 7622.7, 30522.8, 15245.3, 339.51, 13.39),
-                                     run(BROADCAST, 7654.7, 22900.1, 7622.7, 354.61, 28.19),
-                                     run(ZERO1, 7654.7, 22900.1, 7622.7, 335.83, 32.52)};
+    vector<ShardingRun> runs = {run(UNSHARDED, 7622.7, 30522.8, 15245.3, 339.51, 13.39),
+                                run(BROADCAST, 7654.7, 22900.1, 7622.7, 354.61, 28.19),
+                                run(ZERO1, 7654.7, 22900.1, 7622.7, 335.83, 32.52)};
     auto answers = [&](int ranks) {
         return printed([&] { answer_optimizer_state_sharding_accounting(runs, ranks); });
     };

@@ -21,7 +21,7 @@
 extern "C" void __asan_init() __attribute__((weak));
 
 // Runs one case of this program in a new process, and returns what that prints; fails if it fails.
-static std::string run_case(const std::string& name) {
+static string run_case(const string& name) {
     return run_ourselves({"--no-skip", "--test-case=" + name});
 }
 
@@ -34,13 +34,13 @@ TYPE_TO_STRING(OnMeta);
 // Errors and names
 
 TEST_CASE("measure: texts, failures and names") {
-    const std::string big(1 << 20, 'a');
+    const string big(1 << 20, 'a');
     CHECK(strprintf("<%s> %d %.2f", big.c_str(), 7, 1.005) == "<" + big + "> 7 1.00");
     CHECK(failure_of([] { fail("got %d, expected %d", 3, 4); }) == "1: got 3, expected 4");
     CHECK(failure_of([] { usage_error("no such option %s", "--x"); }) == "2: no such option --x");
-    CHECK(std::string(name_of(BF16)) == "bfloat16");
-    CHECK(std::string(name_of(OPTIMIZER)) == "optimizer state");
-    CHECK(std::string(name_of(INPUTS)) == "inputs");
+    CHECK(string(name_of(BF16)) == "bfloat16");
+    CHECK(string(name_of(OPTIMIZER)) == "optimizer state");
+    CHECK(string(name_of(INPUTS)) == "inputs");
     for (Mode m : {EAGER, FUSED, FLASH}) { CHECK(mode_from(name_of(m)) == m); }
     for (Precision p : {FP32, TF32, PREC_BF16, PREC_FP16, PREC_PURE_BF16}) {
         CHECK(precision_from(name_of(p)) == p);
@@ -128,7 +128,7 @@ TEST_CASE_TEMPLATE("measure: an absurd size is OutOfMemory, and leaves no trace"
     MemoryUse before = memory_use(d);
     for (size_t bytes : {size_t(1) << 46, SIZE_MAX - 8}) {
         size_t asked = 0;
-        std::string what;
+        string what;
         try {
             allocate(d, bytes, ACTIVATIONS);
         } catch (const OutOfMemory& e) {
@@ -146,7 +146,7 @@ TEST_CASE_TEMPLATE("measure: an absurd size is OutOfMemory, and leaves no trace"
 TEST_CASE("measure: memory is what the control group leaves") {
     Folder group;
     auto mib_left = [&](const char* max, size_t used, size_t cached) {
-        write_file(group / "memory.max", std::string(max) + "\n");
+        write_file(group / "memory.max", string(max) + "\n");
         write_file(group / "memory.current", std::to_string(used << 20) + "\n");
         write_file(group / "memory.stat",
                    "anon 5\ninactive_file " + std::to_string(cached << 20) + "\n");
@@ -199,7 +199,7 @@ TEST_CASE("measure: freed GPU memory is not lost in pieces") {
     if (!begin_on(CUDA)) { return; }
     size_t bytes = available_memory(CUDA) / 10 * 8;
     for (int pieces : {8, 4, 1}) {
-        std::vector<std::shared_ptr<Memory>> held;
+        vector<shared_ptr<Memory>> held;
         for (int i = 0; i < pieces; i++) {
             held.push_back(allocate(CUDA, bytes / pieces, ACTIVATIONS));
         }
@@ -209,7 +209,7 @@ TEST_CASE("measure: freed GPU memory is not lost in pieces") {
 }
 
 TEST_CASE("measure: CPU blocks are aligned, and their pages are kept") {
-    std::vector<std::shared_ptr<Memory>> small;
+    vector<shared_ptr<Memory>> small;
     for (int i = 0; i < 10; i++) {
         rusage before, after;
         getrusage(RUSAGE_SELF, &before);
@@ -225,7 +225,7 @@ TEST_CASE("measure: CPU blocks are aligned, and their pages are kept") {
 
 TEST_CASE_TEMPLATE("measure: copies between devices", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    std::vector<int> values(100003), back(values.size());
+    vector<int> values(100003), back(values.size());
     size_t bytes = values.size() * sizeof(int);
     for (size_t i = 0; i < values.size(); i++) { values[i] = i * 2654435761u; }
     auto a = allocate(D::device, bytes, INPUTS), b = allocate(D::device, bytes, INPUTS);
@@ -239,16 +239,16 @@ TEST_CASE_TEMPLATE("measure: copies between devices", D, OnCPU, OnCUDA) {
 }
 
 TEST_CASE("measure: ranges name allocations") {
-    CHECK(std::string(innermost_range()) == "");
+    CHECK(string(innermost_range()) == "");
     Range outer("outer");
     {
         Range inner("inner");
-        CHECK(std::string(allocate(CPU, 4, WORKSPACE)->op) == "inner");
-        std::string elsewhere = "?";
+        CHECK(string(allocate(CPU, 4, WORKSPACE)->op) == "inner");
+        string elsewhere = "?";
         std::thread([&] { elsewhere = innermost_range(); }).join();
         CHECK(elsewhere == "");  // each thread has its own
     }
-    CHECK(std::string(allocate(META, 4, WORKSPACE)->op) == "outer");
+    CHECK(string(allocate(META, 4, WORKSPACE)->op) == "outer");
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ TEST_CASE("measure: statistics") {
     auto why = [](double mean, double std, int n, double other = 10, double other_std = 0.3) {
         const char* text =
             level({mean, std, mean, mean, mean, n}, {other, other_std, other, other, other, n});
-        return std::string(text ? text : "");
+        return string(text ? text : "");
     };
     CHECK(why(10.05, 0, 100) == "within 0.5 %, a clock's drift");
     CHECK(why(10.06, 0, 100, 10, 0) == "");
@@ -287,7 +287,7 @@ TEST_CASE("measure: statistics") {
 
 TEST_CASE("measure: time_ms warms up, then times") {
     int calls = 0;
-    std::vector<double> times = time_ms(2, 3, [&] {
+    vector<double> times = time_ms(2, 3, [&] {
         calls++;
         std::this_thread::sleep_for(std::chrono::milliseconds(calls <= 2 ? 60 : 5));
     });
@@ -302,7 +302,7 @@ TEST_CASE("measure: time_ms warms up, then times") {
 // -------------------------------------------------------------------------------------------------
 // Tables
 
-static std::string text_of(const Table& t, bool csv) {
+static string text_of(const Table& t, bool csv) {
     RestoreContext restore;
     context.csv = csv;
     return printed([&] { print(t); });
@@ -336,7 +336,7 @@ TEST_CASE("measure: cells, answers and a block of code") {
     Table t{"", {"a"}};
     t.row("x", 1, (int64_t)-2, (size_t)3, 0.123456, NAN, BF16, FLASH, TF32);
     CHECK(t.rows[0] ==
-          std::vector<std::string>{"x", "1", "-2", "3", "0.1235", "", "bfloat16", "flash", "tf32"});
+          vector<string>{"x", "1", "-2", "3", "0.1235", "", "bfloat16", "flash", "tf32"});
     CHECK(oom_cell(3 << 29) == "OOM (1.5 GiB)");
     auto both = [] { answer("a", "It takes %d ms.", 3), answer("", "So."), sketch("x\ny\n"); };
     CHECK(printed(both) == "**(a)** It takes 3 ms.\nSo.\n```\nx\ny\n```\n");
@@ -346,11 +346,11 @@ TEST_CASE("measure: cells, answers and a block of code") {
 }
 
 TEST_CASE("measure: text of any kind stays on its line") {
-    const std::string text = "\n\x1b[31m\x7f|\xc2\xb5";
+    const string text = "\n\x1b[31m\x7f|\xc2\xb5";
     CHECK(one_line(text) == "\\x0a\\x1b[31m\\x7f|\xc2\xb5");
     Table t = {text, {text}, {{text}}};
     for (bool csv : {false, true}) {
-        const std::string out = text_of(t, csv);
+        const string out = text_of(t, csv);
         CHECK(std::count(out.begin(), out.end(), '\n') == (csv ? 3 : 5));
         CHECK(!has(out, "\x1b"));
     }
@@ -372,8 +372,7 @@ TEST_CASE("measure: child: prints" * doctest::skip()) {
 }
 
 TEST_CASE("measure: print writes tables to stdout, an empty line between two") {
-    const std::string printed = run_case("measure: child: prints"),
-                      caption = "# " + example.caption;
+    const string printed = run_case("measure: child: prints"), caption = "# " + example.caption;
     CHECK(has(printed, caption + "; "));  // once, device and commit
     CHECK(has(printed, "; commit " + commit()));
     CHECK(has(printed, "\n\n" + text_of(example, true)));
@@ -425,7 +424,7 @@ TEST_CASE("measure: child: is killed while it writes" * doctest::skip()) {
 
 TEST_CASE("measure: a signal, or a failure, in the middle of a file leaves the old one") {
     Folder folder;
-    std::string path = folder / "file";
+    string path = folder / "file";
     save_file(path, "old");
     CHECK(failure_of([&] {
               replace_file(path, [](FILE*) {
@@ -434,7 +433,7 @@ TEST_CASE("measure: a signal, or a failure, in the middle of a file leaves the o
               });
           }) == "1: " + path + ": cannot be written: No space left on device");
     CHECK(failure_of([&] { replace_file(path, [](FILE*) -> bool { fail("no"); }); }) == "1: no");
-    CHECK(folder.files() == std::vector<std::string>{"file"});
+    CHECK(folder.files() == vector<string>{"file"});
     CHECK(read_file(path) == "old");
     setenv("CS336_TEST_FILE", path.c_str(), 1);
     CHECK(has(failure_of([] { run_case("measure: child: is killed while it writes"); }),
@@ -447,11 +446,11 @@ TEST_CASE("measure: a signal, or a failure, in the middle of a file leaves the o
 
 TEST_CASE("measure: what cannot be written is said, and trying leaves nothing") {
     Folder folder;
-    std::string path = folder / "file";
+    string path = folder / "file";
     replace_file(path, nullptr);
     CHECK(folder.files().empty());
-    CHECK(failure_of([&] { replace_file(folder / std::string(250, 'x'), nullptr); }) ==
-          "1: " + (folder / std::string(250, 'x')) + ": cannot be written: File name too long");
+    CHECK(failure_of([&] { replace_file(folder / string(250, 'x'), nullptr); }) ==
+          "1: " + (folder / string(250, 'x')) + ": cannot be written: File name too long");
     CHECK(failure_of([&] { save_file(folder / "none/file", ""); }) ==
           "1: " + (folder / "none/file") + ": cannot be written: No such file or directory");
     REQUIRE(mkfifo((folder / "fifo").c_str(), 0600) == 0);
@@ -468,18 +467,18 @@ TEST_CASE("measure: child: makes progress" * doctest::skip()) {
     progress("right after it");
 }
 TEST_CASE("measure: notes are lines, and progress is one at most every five seconds") {
-    std::string text = run_case("measure: child: makes progress");
+    string text = run_case("measure: child: makes progress");
     CHECK(has(text, "a\\x0ab, \xc2\xb5\n"));
     CHECK(has(text, "the first at once\n"));
     CHECK(has(text, "5 s later\n"));
     CHECK(!has(text, "right after it"));
 }
 TEST_CASE("measure: without address space for OpenBLAS's buffers the program says so, and ends") {
-    if (device_description().find("OpenBLAS") == std::string::npos || __asan_init) { return; }
+    if (device_description().find("OpenBLAS") == string::npos || __asan_init) { return; }
     if (cuda_devices() > 0) { return skip_this_case("CUDA's libraries need more address space"); }
     // OpenBLAS 0.3.29 takes a buffer while it is loaded, and tries for ever below some 300 MB,
     // before our program begins. So the test looks for the least limit under which it does begin.
-    std::string limited;
+    string limited;
     for (int kb = 150000; kb <= 500000; kb += 50000) {
         limited = strprintf("ulimit -v %d; timeout 5 ", kb) + program();
         if (system((limited + " list --device cpu >/dev/null").c_str()) == 0) { break; }

@@ -11,7 +11,7 @@ struct GraphCase {
     bool recompute;
     const char* checkpoint;
 };
-static std::vector<double> losses_and_weights(const GraphCase& c, bool graphs) {
+static vector<double> losses_and_weights(const GraphCase& c, bool graphs) {
     const ModelConfig config = {"graphs", 64, 96, 2, 4, 101};
     context.mode = FLASH, context.each_launch = !graphs, context.precision = c.precision;
     context.recompute = c.recompute, context.checkpoint = checkpointing_from(c.checkpoint);
@@ -21,7 +21,7 @@ static std::vector<double> losses_and_weights(const GraphCase& c, bool graphs) {
     split_weights(model);
     make_optimizer_state(model);
     LossScaler scaler;
-    std::vector<double> numbers;
+    vector<double> numbers;
     for (int step = 0; step < 12; step++) {
         Batch batch = random_batch(2, step < 8 ? 33 : 64, config.vocab_size, step);
         bool after_forward = false;
@@ -53,9 +53,8 @@ TEST_CASE("model: steps by CUDA graphs") {
                                {FP32, false, "ffn"},
                                {PREC_BF16, false, "nested"},
                                {PREC_PURE_BF16, false, "1"}}) {
-        CAPTURE(name_of(c.precision) + (" " + std::string(c.checkpoint)));
-        const std::vector<double> fast[] = {losses_and_weights(c, false),
-                                            losses_and_weights(c, true)};
+        CAPTURE(name_of(c.precision) + (" " + string(c.checkpoint)));
+        const vector<double> fast[] = {losses_and_weights(c, false), losses_and_weights(c, true)};
         for (int i = 0; i < 24; i++) {
             CHECK(fast[0][i] == doctest::Approx(fast[1][i]).epsilon(0.02));
         }
@@ -101,7 +100,7 @@ TEST_CASE("model: inference by a CUDA graph") {
         for (int call = 0; call < 7; call++) {
             Tensor tokens = random_batch(2, call < 4 ? 33 : 64, 101, call).tokens;
             if (call == 3) { scale_in_place(model.ln_final, 0.5); }
-            std::vector<float> by_graph = to_floats(infer(model, tokens));
+            vector<float> by_graph = to_floats(infer(model, tokens));
             CHECK((bool)model.kept);
             context.each_launch = true;
             CHECK(to_floats(infer(model, tokens)) == by_graph);
@@ -113,7 +112,7 @@ TEST_CASE("model: inference by a CUDA graph") {
 // included.
 TEST_CASE("model: a step packs well") {
     begin<OnCPU>();
-    for (auto [mode, precision] : std::vector<std::pair<Mode, Precision>>{
+    for (auto [mode, precision] : vector<std::pair<Mode, Precision>>{
              {FUSED, FP32}, {FUSED, PREC_BF16}, {FLASH, FP32}, {FLASH, PREC_BF16}}) {
         context.mode = mode, context.precision = precision;
         // only planned for, so no GPU is needed; but a build for GPUs is
@@ -165,19 +164,19 @@ TEST_CASE_TEMPLATE("model: split weights are the fp32 weights, and their upper h
         init_weights(model, 7);
         // Ties to an even and to an odd neighbour, the largest number, the smallest, 0, -0,
         // infinity, NaN.
-        std::vector<uint32_t> bits = {0x3f808000, 0xbf818000, 0x7f7fffff, 1,
-                                      0,          0x80000000, 0xff800000, 0x7fffffff};
-        std::vector<float> special(bits.size());
+        vector<uint32_t> bits = {0x3f808000, 0xbf818000, 0x7f7fffff, 1,
+                                 0,          0x80000000, 0xff800000, 0x7fffffff};
+        vector<float> special(bits.size());
         memcpy(special.data(), bits.data(), 4 * bits.size());
         copy(view(model.lm_head, 0, {8}), to_device(from_floats(special, {8}), D::device));
-        std::vector<float> weights = to_floats(model.weights);
+        vector<float> weights = to_floats(model.weights);
         size_t held = memory_use(D::device).now;
         split_weights(model);
         CHECK(model.split);
         CHECK(memory_use(D::device).now == held);
         Tensor upper = detached(model.lm_head);
         upper.dtype = BF16;
-        std::vector<float> rounded = to_floats(upper);
+        vector<float> rounded = to_floats(upper);
         for (size_t i = 0; i < rounded.size(); i++) {  // lm_head is the arena's first
             uint32_t exact;
             memcpy(&exact, &weights[i], 4);
@@ -194,7 +193,7 @@ TEST_CASE_TEMPLATE("model: split weights are the fp32 weights, and their upper h
         LossScaler scaler;
         run_phase(FORWARD, model, random_batch(2, 9, config.vocab_size, 7), scaler);
         CHECK(!model.split);
-        std::vector<float> again = to_floats(model.weights);
+        vector<float> again = to_floats(model.weights);
         CHECK(again[7] != again[7]);
         again[7] = weights[7] = 0;
         CHECK(memcmp(again.data(), weights.data(), 4 * weights.size()) == 0);
@@ -211,7 +210,7 @@ TEST_CASE_TEMPLATE("model: split weights learn what whole ones do", D, OnCPU, On
     context.mode = FUSED, context.precision = PREC_BF16;
     for (bool arena : {false, true}) {
         for (const ModelConfig& config : {tiny, odd, even}) {
-            std::vector<double> weights[2], start;
+            vector<double> weights[2], start;
             for (bool split : {false, true}) {
                 Model model = make_model(config);
                 init_weights(model, 7);

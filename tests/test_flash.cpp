@@ -18,7 +18,7 @@ static const Sizes all_sizes[] = {{1, 1, 1, 1, 2},    {2, 3, 2, 2, 16},   {1, 2,
                                   {2, 1, 64, 64, 2},  {1, 2, 65, 65, 80}, {1, 2, 1, 65, 16},
                                   {2, 2, 31, 64, 16}, {2, 1, 65, 2, 16},  {1, 1, 64, 31, 80},
                                   {1, 2, 2, 1, 2}};
-static std::string to_string(const Sizes& s) {
+static string to_string(const Sizes& s) {
     return strprintf("B=%d H=%d Tq=%d Tk=%d D=%d", s.B, s.H, s.Tq, s.Tk, s.D);
 }
 static Tensor normal(const Shape& shape, DType dtype, uint64_t key, float std = 1) {
@@ -31,7 +31,7 @@ struct Result {
     Tensor o, L, dq, dk, dv;
 };
 static const char* const names[] = {"O", "L", "dQ", "dK", "dV"};
-static Result result_of(const std::vector<Tensor>& all) {
+static Result result_of(const vector<Tensor>& all) {
     return {all[0], all[1], all[2], all[3], all[4]};
 }
 static Result result_of(const AttentionImpl& impl, Inputs in, bool causal) {
@@ -54,7 +54,7 @@ static void find_truth(Problem& p, bool causal) {
 }
 // of a tensor [1,1,T,D]
 static Tensor with_rows_times(const Tensor& t, int begin, int end, float factor) {
-    std::vector<float> x = to_floats(t);
+    vector<float> x = to_floats(t);
     for (int64_t i = begin * t.dim(3); i < end * t.dim(3); i++) { x[i] *= factor; }
     return from_floats(x, t.shape, t.dtype);
 }
@@ -71,7 +71,7 @@ static Problem make_problem(const Sizes& s, DType dtype, bool causal, float q_st
 }
 // atol: times the largest value of the tensor, because single elements cancel; at least 1, because
 // one key alone has P = 1: its dQ and dK are exactly 0, and what remains is rounding.
-static void check_close(const std::string& what, const Tensor& got, const Tensor& want, double rtol,
+static void check_close(const string& what, const Tensor& got, const Tensor& want, double rtol,
                         double atol) {
     Comparison c = compare(got, want, rtol, atol * std::max(1.0, largest(want)));
     CHECK_MESSAGE(c.ok(), what, ": ", to_string(c));
@@ -112,8 +112,8 @@ TEST_CASE("attention's backward agrees with central differences") {
         for (bool causal : {false, true}) {
             INFO(to_string(s), causal ? " causal" : "");
             Inputs in = random_inputs({s.B, s.H, s.Tq, s.Tk, s.D, causal}, F64, 1);
-            const std::vector<double> dO = to_doubles(in.dO);
-            for (std::string name : {"reference", "naive", "fused"}) {
+            const vector<double> dO = to_doubles(in.dO);
+            for (string name : {"reference", "naive", "fused"}) {
                 auto outputs = [&](const Inputs& x) {
                     return name == "reference" ? reference(x, F64).results
                                                : outputs_of(impl_named(name, F64), x);
@@ -121,8 +121,7 @@ TEST_CASE("attention's backward agrees with central differences") {
                 const Result got = result_of(outputs(in));
                 auto loss = [&] {
                     NoGrad no_grad;
-                    const std::vector<double> o =
-                        to_doubles(outputs({in.q, in.k, in.v, causal})[0]);
+                    const vector<double> o = to_doubles(outputs({in.q, in.k, in.v, causal})[0]);
                     return std::inner_product(o.begin(), o.end(), dO.begin(), 0.0);
                 };
                 const Tensor *inputs[] = {&in.q, &in.k, &in.v},
@@ -180,7 +179,7 @@ TEST_CASE_TEMPLATE("large scores stay finite", D, OnCPU, OnCUDA) {
                 // Every product of a query and a key is 16 * 50^2 with either sign: scores of 1e4
                 // and -1e4.
                 for (Tensor* t : {&in.q, &in.k}) {
-                    std::vector<float> x(t->size());
+                    vector<float> x(t->size());
                     for (size_t i = 0; i < x.size(); i++) {
                         x[i] = i / s.D % 3 == 0 ? 50.0f : -50.0f;
                     }
@@ -188,7 +187,7 @@ TEST_CASE_TEMPLATE("large scores stay finite", D, OnCPU, OnCUDA) {
                 }
                 Result r = run(in, causal);
                 for (const Tensor& t : {r.o, r.dq, r.dk, r.dv}) {
-                    std::vector<float> values = to_floats(t);
+                    vector<float> values = to_floats(t);
                     CHECK(std::all_of(values.begin(), values.end(),
                                       [](float x) { return std::isfinite(x); }));
                 }
@@ -205,12 +204,12 @@ TEST_CASE_TEMPLATE("causal attention does not see later keys", D, OnCPU, OnCUDA)
         INFO(setting_now());
         const Inputs p = random_inputs({1, 1, 8, 8, 16, true}, F32, 1);
         NoGrad no_grad;
-        std::vector<float> before = to_floats(attention(p.q, p.k, p.v, true));
+        vector<float> before = to_floats(attention(p.q, p.k, p.v, true));
         // key 5
         for (const Tensor* t : {&p.k, &p.v}) {
             copy(view(*t, 5 * s.D, {s.D}), normal({s.D}, F32, 9, 100));
         }
-        std::vector<float> after = to_floats(attention(p.q, p.k, p.v, true));
+        vector<float> after = to_floats(attention(p.q, p.k, p.v, true));
         CHECK(std::equal(before.begin(), before.begin() + 5 * s.D, after.begin()));
         for (int i = 5; i < 8; i++) { CHECK(before[i * s.D] != after[i * s.D]); }
     }
@@ -240,15 +239,15 @@ TEST_CASE_TEMPLATE(
 TEST_CASE_TEMPLATE("a first tile whose scores are all -inf counts nothing", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     Inputs in = random_inputs({1, 1, 3, 200, 16, false}, F32, 1);
-    std::vector<float> q(3 * 16), k = to_floats(in.k);
+    vector<float> q(3 * 16), k = to_floats(in.k);
     for (int i = 0; i < 3; i++) { q[i * 16] = 1; }
     for (int j = 0; j < 128; j++) { k[j * 16] = -INFINITY; }  // tiled's first tile, v1's first four
     in.q = from_floats(q, in.q.shape), in.k = from_floats(k, in.k.shape), in.dO = Tensor();
     for (const char* name : {"naive", "fused", D::device == CPU ? "tiled" : "flash_v1"}) {
-        const std::vector<Tensor> got = outputs_of(impl_named(name), in),
-                                  want = reference(in, F32).results;
+        const vector<Tensor> got = outputs_of(impl_named(name), in),
+                             want = reference(in, F32).results;
         for (int i : {0, 1}) {
-            check_close(std::string(name) + " " + names[i], got[i], want[i], 1e-5, 1e-6);
+            check_close(string(name) + " " + names[i], got[i], want[i], 1e-5, 1e-6);
         }
     }
 }
@@ -280,7 +279,7 @@ static Guarded guarded(int64_t B, int64_t H, int64_t T, int64_t D, DType dtype, 
     constexpr int64_t GUARD = 3;
     int64_t rows = B * T + 2 * GUARD, row = H * D;
     Guarded g;
-    g.all = from_floats(std::vector<float>(rows * row, fill), {rows, row}, dtype);
+    g.all = from_floats(vector<float>(rows * row, fill), {rows, row}, dtype);
     g.t = view(g.all, GUARD * row, {B, T, H, D});
     std::swap(g.t.shape[1], g.t.shape[2]);
     std::swap(g.t.stride[1], g.t.stride[2]);
@@ -288,7 +287,7 @@ static Guarded guarded(int64_t B, int64_t H, int64_t T, int64_t D, DType dtype, 
 }
 static void fill_with(const Guarded& g, const Tensor& values) { copy_or_add(g.t, values, false); }
 static bool guards_hold(const Guarded& g, float fill) {
-    std::vector<float> v = to_floats(g.all);
+    vector<float> v = to_floats(g.all);
     int64_t edge = (g.t.data - g.all.data) / (int64_t)size_of(g.all.dtype), end = edge + g.t.size();
     for (int64_t i = 0; i < (int64_t)v.size(); i++) {
         if ((i < edge || i >= end) && v[i] != fill) { return false; }
@@ -319,7 +318,7 @@ static void check_impl(const AttentionImpl& impl, const Problem& p, bool causal)
         out[i] = guarded(B, H, i >= 2 ? Tk : Tq, D, dtype, 7);
         fill_with(out[i], normal(out[i].t.shape, dtype, 9, NAN));  // what is not written stays NaN
     }
-    Tensor L = from_floats(std::vector<float>(B * H * Tq, NAN), {B, H, Tq});
+    Tensor L = from_floats(vector<float>(B * H * Tq, NAN), {B, H, Tq});
     AttentionTensors t{in[0].t,  in[1].t, in[2].t,  causal,   in[3].t,
                        out[0].t, L,       out[1].t, out[2].t, out[3].t};
     impl.forward(t);
@@ -327,8 +326,8 @@ static void check_impl(const AttentionImpl& impl, const Problem& p, bool causal)
     check_result({t.o, L, t.dq, t.dk, t.dv}, p.truth, tolerance, tolerance);
     for (const Guarded& g : out) { CHECK(guards_hold(g, 7)); }
 }
-static std::vector<const AttentionImpl*> impls_for(DType dtype, int64_t D) {  // on context.device
-    std::vector<const AttentionImpl*> all;
+static vector<const AttentionImpl*> impls_for(DType dtype, int64_t D) {  // on context.device
+    vector<const AttentionImpl*> all;
     for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
         if (impl.device == context.device && impl.takes(dtype, D)) { all.push_back(&impl); }
     }
@@ -368,14 +367,14 @@ static void add_shares(Shares& all, const AttentionCase& c, DType dtype, uint64_
     const AttentionTensors in = random_inputs(c, dtype, seed);
     const Reference want = reference(in, dtype);
     for (const AttentionImpl* impl : impls_for(dtype, c.D)) {
-        const std::vector<Tensor> got = outputs_of(*impl, as_type(dtype, in));
+        const vector<Tensor> got = outputs_of(*impl, as_type(dtype, in));
         for (int i = 0; i < 5; i++) {
             double& share = all[dtype][i];
             share = std::max(share, error_of(got[i], want.results[i], want.bounds[i]).of_bound);
         }
     }
 }
-static void check_shares(const std::vector<AttentionCase>& cases, int seeds) {
+static void check_shares(const vector<AttentionCase>& cases, int seeds) {
     Shares all;
     for (int seed = 0; seed < seeds; seed++) {
         for (const AttentionCase& c : cases) {
@@ -383,8 +382,7 @@ static void check_shares(const std::vector<AttentionCase>& cases, int seeds) {
         }
     }
     for (const auto& [dtype, shares] : all) {
-        std::string text =
-            strprintf("%s, %d seeds, worst share of the bound:", name_of(dtype), seeds);
+        string text = strprintf("%s, %d seeds, worst share of the bound:", name_of(dtype), seeds);
         for (int i = 0; i < 5; i++) {
             text += strprintf(" %s %.3f", names[i], shares[i]);
             CHECK_MESSAGE(shares[i] <= 1, name_of(dtype), " ", names[i]);
@@ -392,7 +390,7 @@ static void check_shares(const std::vector<AttentionCase>& cases, int seeds) {
         MESSAGE(text);
     }
 }
-static const std::vector<AttentionCase> seed_cases = {
+static const vector<AttentionCase> seed_cases = {
     {1, 2, 1, 1, 16, true},     {1, 2, 33, 33, 16, true},  {2, 1, 65, 65, 32, true},
     {1, 1, 31, 100, 80, false}, {1, 1, 100, 31, 80, true}, {1, 1, 130, 130, 64, false},
     {1, 1, 63, 200, 128, true}};
@@ -407,14 +405,14 @@ TEST_CASE_TEMPLATE("flash: the bounds hold for 1000 seeds" * doctest::skip(), D,
 }
 
 // A row of the table with one mistake of a usual kind, by its name; the rest is exact.
-static std::string mistake;
+static string mistake;
 static bool is(const char* name) { return mistake == name; }
 static void mistaken(const AttentionTensors& t, bool backward) {
     const int64_t H = t.q.dim(1), heads = t.q.dim(0) * H, Tq = t.q.dim(2), Tk = t.k.dim(2),
                   D = t.q.dim(3);
-    const std::vector<double> Q = to_doubles(t.q), K = to_doubles(t.k), V = to_doubles(t.v);
-    const std::vector<double> dO = backward ? to_doubles(t.dO) : std::vector<double>(Q.size());
-    std::vector<float> o(Q.size()), L(heads * Tq), dq(Q.size()), dk(K.size()), dv(K.size());
+    const vector<double> Q = to_doubles(t.q), K = to_doubles(t.k), V = to_doubles(t.v);
+    const vector<double> dO = backward ? to_doubles(t.dO) : vector<double>(Q.size());
+    vector<float> o(Q.size()), L(heads * Tq), dq(Q.size()), dk(K.size()), dv(K.size());
     const double scale = is("no scale")          ? 1
                          : is("the scale twice") ? 1.0 / D
                                                  : 1 / std::sqrt((double)D);
@@ -429,7 +427,7 @@ static void mistaken(const AttentionTensors& t, bool backward) {
             const double *q = &Q[(head * Tq + i) * D], *k = &K[head * Tk * D],
                          *v = &V[head * Tk * D];
             const double* g = &dO[(head * Tq + i) * D];
-            std::vector<double> s(n), p(n), dp(n);
+            vector<double> s(n), p(n), dp(n);
             double m = -INFINITY, l = 0, tile_m = -INFINITY;
             for (int j = 0; j < n; j++) {
                 s[j] = scale * std::inner_product(q, q + D, k + j * D, 0.0);
@@ -473,7 +471,7 @@ static void mistaken(const AttentionTensors& t, bool backward) {
     if (is("O is 10 % off")) {
         for (float& x : o) { x *= 1.1f; }
     }
-    auto write = [](const Tensor& to, const std::vector<float>& x) {
+    auto write = [](const Tensor& to, const vector<float>& x) {
         copy(to, from_floats(x, to.shape, to.dtype));
     };
     if (!backward) { return write(t.o, o), write(t.L, L); }
@@ -515,7 +513,7 @@ TEST_CASE("flash: the bounds tell each usual mistake from rounding, in every typ
         const Reference want = reference(in, dtype);
         auto worst = [&](const char* name) {
             mistake = name;
-            const std::vector<Tensor> got = outputs_of(mistaken_impl, in);
+            const vector<Tensor> got = outputs_of(mistaken_impl, in);
             double share = 0;
             for (int i = 0; i < 5; i++) {
                 share = std::max(share, error_of(got[i], want.results[i], want.bounds[i]).of_bound);
@@ -537,7 +535,7 @@ TEST_CASE("flash: a WRONG row fails flash_forward and flash_backward, and leaves
     for (bool wrong : {false, true}) {
         for (bool with_backward : {false, true}) {
             int exit_code = -1;
-            const std::string text = printed(
+            const string text = printed(
                 [&] { exit_code = with_backward ? cmd_flash_backward(o) : cmd_flash_forward(o); });
             INFO(text);
             CHECK(exit_code == wrong);
@@ -545,8 +543,8 @@ TEST_CASE("flash: a WRONG row fails flash_forward and flash_backward, and leaves
                 has(text, with_backward ? "Backward computes P again" : "**(c)** A masked score"));
             CHECK(has(text, "24 of 80 checks are WRONG.") == wrong);
             CHECK(has(text, "All 56 checks pass: no error is above 0.") == !wrong);
-            const std::vector<std::string> rows = column(text, "implementation"),
-                                           status = column(text, "status");
+            const vector<string> rows = column(text, "implementation"),
+                                 status = column(text, "status");
             for (size_t i = 0; i < rows.size(); i++) {
                 CHECK((status[i] == "WRONG") == (rows[i] == "10 % off"));
             }
@@ -585,7 +583,7 @@ TEST_CASE_TEMPLATE(
     for (DType dtype : low_types) {
         for (const AttentionImpl* impl : impls_for(dtype, 32)) {
             const Inputs in = random_inputs({1, 1, 5, 5, 32, true}, dtype, 1);
-            std::vector<float> o = to_floats(outputs_of(*impl, in)[0]), want = to_floats(in.v);
+            vector<float> o = to_floats(outputs_of(*impl, in)[0]), want = to_floats(in.v);
             for (int d = 0; d < 32; d++) { CHECK(o[d] == doctest::Approx(want[d]).epsilon(1e-6)); }
         }
     }
@@ -594,21 +592,21 @@ TEST_CASE_TEMPLATE(
 // result where the reference does not. Tiles may spread it further (0 times NaN is NaN), but not
 // into the first head.
 static void check_spread(const char* what, const Tensor& got_in, const Tensor& want_in) {
-    std::vector<double> got = to_doubles(got_in), want = to_doubles(want_in);
+    vector<double> got = to_doubles(got_in), want = to_doubles(want_in);
     int hidden = 0, strayed = 0;
     for (size_t i = 0; i < got.size(); i++) {
         hidden += !std::isfinite(want[i]) && std::isfinite(got[i]);
         strayed += i < got.size() / 2 && !std::isfinite(got[i]);
     }
-    CHECK_MESSAGE(hidden == 0, std::string(what));
-    CHECK_MESSAGE(strayed == 0, std::string(what));
+    CHECK_MESSAGE(hidden == 0, string(what));
+    CHECK_MESSAGE(strayed == 0, string(what));
 }
-static void check_not_finite(const Inputs& clean, float value, const std::string& what) {
+static void check_not_finite(const Inputs& clean, float value, const string& what) {
     int T = (int)clean.q.dim(2), C = (int)clean.q.dim(3);
     for (Tensor Inputs::*input : {&Inputs::q, &Inputs::k, &Inputs::v, &Inputs::dO}) {
         for (int at : {0, T / 2 * C + C / 2, T * C - 1}) {
             Problem p{clean, {}};
-            std::vector<float> x = to_floats(clean.*input);
+            vector<float> x = to_floats(clean.*input);
             x[T * C + at] = value;
             p.in.*input = from_floats(x, clean.q.shape, clean.q.dtype);
             for (bool causal : {false, true}) {
@@ -657,10 +655,10 @@ TEST_CASE_TEMPLATE(
             // another
             const int H = many ? 200 : 3, T = many ? 400 : 777;
             const Inputs in = random_inputs({1, H, T, T, head_size, true}, dtype, 1);
-            std::vector<Tensor> first;
+            vector<Tensor> first;
             int different = 0, far = 0;
             for (int run = 0; run < (D::device == CPU ? 3 : many ? 50 : 200); run++) {
-                std::vector<Tensor> all = outputs_of(*impl, in);
+                vector<Tensor> all = outputs_of(*impl, in);
                 for (Tensor& t : all) { t = to_device(t, CPU); }
                 if (run == 0) { first = all; }
                 bool same = true;
@@ -694,13 +692,13 @@ TEST_CASE_TEMPLATE("flash: memory grows with T, not with its square", D, OnCPU, 
 TEST_CASE_TEMPLATE("flash: the attention command", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     Folder folder;
-    std::string in = folder / "in.safetensors", out = folder / "out.safetensors";
+    string in = folder / "in.safetensors", out = folder / "out.safetensors";
     const Problem p = make_problem({2, 3, 33, 65, 32}, F32, true);
-    std::vector<Tensor> host;
+    vector<Tensor> host;
     for (const Tensor* t : {&p.in.q, &p.in.k, &p.in.v, &p.in.dO}) {
         host.push_back(to_device(*t, CPU));
     }
-    auto attention_on = [&](std::vector<std::string> more) {
+    auto attention_on = [&](vector<string> more) {
         more.insert(more.begin(), {"attention", "--out", out, "--device", name_of(D::device)});
         return run_cs336(more);
     };
@@ -748,7 +746,7 @@ TEST_CASE_TEMPLATE("flash: the attention command", D, OnCPU, OnCUDA) {
     CHECK_MESSAGE(has(misspelt.err, "tensor \"dO\": not q, k, v or do"), misspelt.err);
     Run wrong = attention_on({"--inputs", in, "--impl", "nonsense"});
     CHECK(wrong.exit_code == 2);
-    CHECK(wrong.err.find("--impl") != std::string::npos);
+    CHECK(wrong.err.find("--impl") != string::npos);
     Run missing = attention_on({"--inputs", "tests/fixtures/model_batch.safetensors"});
     CHECK(missing.exit_code == 1);
     CHECK(has(missing.err, "tensor \"q\": not found among"));
@@ -767,7 +765,7 @@ TEST_CASE_TEMPLATE("flash: PyTorch's fixture", D, OnCPU, OnCUDA) {
     const Result want{tensor(expected, "o"), tensor(expected, "lse"), tensor(expected, "dq"),
                       tensor(expected, "dk"), tensor(expected, "dv")};
     for (const AttentionImpl* impl : impls_for(F32, 16)) {
-        INFO(std::string(impl->name));
+        INFO(string(impl->name));
         check_result(result_of(*impl, inputs, true), want, 1e-5, 1e-5);
     }
 }
@@ -779,7 +777,7 @@ TEST_CASE_TEMPLATE("flash: the leaderboard says OOM where there is not the memor
                        name_of(D::device)});
     CHECK(r.exit_code == 1);
     CHECK_MESSAGE(has(r.err, "flash_leaderboard: no row fits into memory"), r.err);
-    std::string row = r.out.substr(r.out.find("\ntiled,") + 1), oom = row.substr(row.find("OOM ("));
+    string row = r.out.substr(r.out.find("\ntiled,") + 1), oom = row.substr(row.find("OOM ("));
     oom.resize(oom.find(')') + 1);
     // and no rate
     if (D::device == CPU) { CHECK(row == "tiled," + oom + "," + oom + "," + oom + ",,-\n"); }
@@ -799,7 +797,7 @@ TEST_CASE("flash: v1 on the GPU, tiles' borders, all types") {  // small: for th
 // Tests of flash.cu's answers: numbers measured on an H200 in, the sentences out.
 
 TEST_CASE("answers: flash_benchmarking calls nothing faster that is slower or within the noise") {
-    std::vector<AttentionRun> runs = {
+    vector<AttentionRun> runs = {
         {65536, 16, BF16, passes(88.671, 127.485, 216.051), passes(0.862, 1.441, 2.3)},
         {65536, 128, BF16, passes(89.335, 128.089, 217.153), passes(1.568, 4.386, 5.895)},
         {1024, 128, F32, passes(0.095, 0.133, 0.222), passes(0.112, 0.275, 0.385)},
@@ -826,7 +824,7 @@ TEST_CASE(
     "answers: flash_benchmarking names the launches only where naive's time does not change, on a "
     "GPU") {
     begin<OnCPU>();
-    std::vector<AttentionRun> runs;
+    vector<AttentionRun> runs;
     for (auto [S, ms] :
          {std::pair{128, 0.344}, {256, 0.337}, {512, 0.354}, {1024, 1.113}, {2048, 4.078}}) {
         runs.push_back({S, 16, BF16, passes(1, 1, ms), passes(1, 1, 0.03)});
@@ -864,7 +862,7 @@ TEST_CASE("answers: flash_leaderboard") {
 }
 
 TEST_CASE("answers: the commands of sections 1.2 and 1.3, --quick") {
-    const std::map<std::string, std::string> phrases = {
+    const std::map<string, string> phrases = {
         {"pytorch_attention", "At backward's peak"},
         {"weighted_sum", "of the largest x: it moves"},
         {"flash_forward", "All 56 checks pass"},
@@ -875,10 +873,10 @@ TEST_CASE("answers: the commands of sections 1.2 and 1.3, --quick") {
     for (const auto& [command, phrase] : phrases) {
         Run r = run_cs336({command, "--device", "cpu", "--quick"});
         REQUIRE_MESSAGE(r.exit_code == 0, r.err);
-        for (const std::string& words : {phrase, std::string("; sizes of --quick\n")}) {
+        for (const string& words : {phrase, string("; sizes of --quick\n")}) {
             CHECK_MESSAGE(has(r.out, words), words, " in: ", r.out);
         }
-        for (size_t at = 0; (at = r.out.find("\n|", at)) != std::string::npos; at++) {
+        for (size_t at = 0; (at = r.out.find("\n|", at)) != string::npos; at++) {
             CHECK(r.out.find('\n', at + 1) - at <= 121);
         }
     }

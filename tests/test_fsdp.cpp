@@ -12,14 +12,14 @@ Tensor end_unit(const Model& model, int unit, const Tensor& y);
 // -------------------------------------------------------------------------------------------------
 // FSDP's weights, how often it gathers, and what it holds.
 
-static void check_fsdp(const std::vector<std::string>& more) {
-    std::vector<std::string> words = {"fsdp", "--quick"};
+static void check_fsdp(const vector<string>& more) {
+    vector<string> words = {"fsdp", "--quick"};
     words.insert(words.end(), more.begin(), more.end());
     Run r = run_cs336(words);
     INFO(join(words, " ") << "\n" << r.out << r.err);
     CHECK(r.exit_code == 0);
     const bool flash = fastest_flash(more[1] == "cuda" ? CUDA : CPU, F32, 16);
-    const std::vector<std::string> match(flash ? 14 : 13, "match");
+    const vector<string> match(flash ? 14 : 13, "match");
     CHECK(column(r.out, "Parameters") == match);
     CHECK(column(r.out, "Way").back() == "FSDP, pure_bf16");
     CHECK(has(r.out, " and of one process with the whole batch match: the largest difference is "));
@@ -35,21 +35,21 @@ TEST_CASE("fsdp: the same on GPUs") {
     }
 }
 
-static Run accounting(const std::vector<std::string>& more) {
-    std::vector<std::string> words = {"fsdp_accounting", "--quick", "--device",    "cpu",
-                                      "--d_model",       "64",      "--d_ff",      "128",
-                                      "--num_layers",    "4",       "--num_heads", "2",
-                                      "--vocab_size",    "200"};
+static Run accounting(const vector<string>& more) {
+    vector<string> words = {"fsdp_accounting", "--quick", "--device",    "cpu",
+                            "--d_model",       "64",      "--d_ff",      "128",
+                            "--num_layers",    "4",       "--num_heads", "2",
+                            "--vocab_size",    "200"};
     words.insert(words.end(), more.begin(), more.end());
     return run_cs336(words);
 }
-static std::vector<double> numbers(const Run& r, const char* name) {
-    std::vector<double> all;
-    for (const std::string& cell : column(r.out, name)) { all.push_back(std::stod(cell)); }
+static vector<double> numbers(const Run& r, const char* name) {
+    vector<double> all;
+    for (const string& cell : column(r.out, name)) { all.push_back(std::stod(cell)); }
     return all;
 }
 static void check_predicted(const Run& r, size_t ways) {
-    const std::vector<double> peaks = numbers(r, "peak"), predicted = numbers(r, "predicted");
+    const vector<double> peaks = numbers(r, "peak"), predicted = numbers(r, "predicted");
     REQUIRE(peaks.size() == ways);
     for (size_t i = 0; i < ways; i++) { CHECK(std::fabs(peaks[i] / predicted[i] - 1) < 0.03); }
 }
@@ -64,12 +64,11 @@ TEST_CASE("fsdp_accounting: memory as predicted, and a wait for each unit") {
                    << r.out << r.err);
             REQUIRE(r.exit_code == 0);
             // fp16's steps need a norm first
-            check_predicted(r, std::string(precision) == "fp16" ? 3 : 4);
-            const std::vector<double> optimizer = numbers(r, "optimizer");
+            check_predicted(r, string(precision) == "fp16" ? 3 : 4);
+            const vector<double> optimizer = numbers(r, "optimizer");
             CHECK(optimizer[2] < optimizer[0] / atof(n) + 0.2);
-            CHECK(column(r.out, "unit") == std::vector<std::string>{"embedding", "layer 0",
-                                                                    "layer 1", "layer 2", "layer 3",
-                                                                    "lm_head"});
+            CHECK(column(r.out, "unit") == vector<string>{"embedding", "layer 0", "layer 1",
+                                                          "layer 2", "layer 3", "lm_head"});
             CHECK(numbers(r, "gather").back() > 0);
             CHECK(has(r.out, "**(a)** FSDP should save "));
             CHECK(has(r.out, "**(b)** "));
@@ -77,7 +76,7 @@ TEST_CASE("fsdp_accounting: memory as predicted, and a wait for each unit") {
     }
     const Run none = accounting({"--batch_size", "1048576"});
     CHECK(none.exit_code == 1);
-    for (const std::string& cell : column(none.out, "peak")) { CHECK(has(cell, "OOM (")); }
+    for (const string& cell : column(none.out, "peak")) { CHECK(has(cell, "OOM (")); }
     CHECK(has(none.err, "no step ran: each rank needs "));
     const Run one = accounting({"--nproc", "1"});
     CHECK(one.exit_code == 0);
@@ -91,7 +90,7 @@ TEST_CASE("fsdp_accounting: pure bf16 holds half") {
     check_predicted(pure, 4);
     for (const char* name : {"parameters", "copies", "optimizer"}) {
         CAPTURE(name);
-        const std::vector<double> in_fp32 = numbers(whole, name), in_bf16 = numbers(pure, name);
+        const vector<double> in_fp32 = numbers(whole, name), in_bf16 = numbers(pure, name);
         // as rounded
         for (size_t i = 0; i < 4; i++) { CHECK(std::fabs(in_bf16[i] - in_fp32[i] / 2) <= 0.1); }
     }
@@ -110,19 +109,19 @@ static Tensor step_of(Model& model, Fsdp& f, int rank) {
     fsdp_optimizer_step(f, scaler, 1.0);
     return loss;
 }
-static std::vector<FsdpWait> gathers_of(const Fsdp& f) {
-    std::vector<FsdpWait> gathers;
+static vector<FsdpWait> gathers_of(const Fsdp& f) {
+    vector<FsdpWait> gathers;
     for (const FsdpWait& w : f.waits) {
-        if (w.work->what == std::string("all-gather")) { gathers.push_back(w); }
+        if (w.work->what == string("all-gather")) { gathers.push_back(w); }
     }
     return gathers;
 }
-static std::vector<int> units_of(const std::vector<FsdpWait>& waits) {
-    std::vector<int> units;
+static vector<int> units_of(const vector<FsdpWait>& waits) {
+    vector<int> units;
     for (const FsdpWait& w : waits) { units.push_back(w.unit); }
     return units;
 }
-static int gathers_in(const std::vector<FsdpWait>& waits) {
+static int gathers_in(const vector<FsdpWait>& waits) {
     std::set<const Work*> gathers;
     for (const FsdpWait& w : waits) { gathers.insert(w.work.get()); }
     return (int)gathers.size();
@@ -134,8 +133,8 @@ static void check_gathers(const Communicator& c) {
     visit_whole(*f, true, [](const Parameter& p, const Tensor& w) { init_weight(w, p.name, 1); });
     for (int step = 0; step < 3; step++) {
         step_of(model, *f, c.rank);
-        const std::vector<FsdpWait> waits = gathers_of(*f);
-        CHECK(units_of(waits) == std::vector<int>{0, 1, 2, 3, 4, 5, 4, 3, 2, 1});
+        const vector<FsdpWait> waits = gathers_of(*f);
+        CHECK(units_of(waits) == vector<int>{0, 1, 2, 3, 4, 5, 4, 3, 2, 1});
         CHECK(gathers_in(waits) == 9);
         std::set<const Work*> seen = {waits[0].work.get()};
         for (size_t i = 1; step > 0 && i < waits.size(); i++) {
@@ -154,8 +153,8 @@ static void check_gathers(const Communicator& c) {
     context.checkpoint = {Checkpointing::GROUPS, 1};  // each block runs again, then backward
     step_of(model, *f, c.rank);
     step_of(model, *f, c.rank);
-    const std::vector<FsdpWait> waits = gathers_of(*f);
-    CHECK(units_of(waits) == std::vector<int>{0, 1, 2, 3, 4, 5, 4, 4, 3, 3, 2, 2, 1, 1});
+    const vector<FsdpWait> waits = gathers_of(*f);
+    CHECK(units_of(waits) == vector<int>{0, 1, 2, 3, 4, 5, 4, 4, 3, 3, 2, 2, 1, 1});
     for (int i : {8, 10, 12}) {  // beside the forward that runs again
         if (context.device == CPU) { CHECK(waits[i].work->started_ms <= waits[i - 1].asked.ms); }
     }
@@ -164,7 +163,7 @@ static void check_gathers(const Communicator& c) {
     step_of(model, *f, c.rank);
     step_of(model, *f, c.rank);
     context.checkpoint = {};
-    CHECK(units_of(gathers_of(*f)) == std::vector<int>{0, 1, 2, 3, 4, 5, 3, 4, 4, 3, 1, 2, 2, 1});
+    CHECK(units_of(gathers_of(*f)) == vector<int>{0, 1, 2, 3, 4, 5, 3, 4, 4, 3, 1, 2, 2, 1});
 }
 TEST_CASE("fsdp: each unit is gathered once per pass and one ahead; on GPUs") {
     if (lacks("nccl", CUDA, 2)) { return; }
@@ -190,7 +189,7 @@ static void check_norm(const Communicator& c) {
     double want = gradient_norm(whole);
     CHECK(fsdp_optimizer_step(*f, scaler, 1.0) == doctest::Approx(want).epsilon(1e-5));
     // not with weights gathered before the step
-    std::vector<float> stepped = to_floats(infer(ours, batch.tokens));
+    vector<float> stepped = to_floats(infer(ours, batch.tokens));
     begin_fsdp_step(*f);
     CHECK(to_floats(infer(ours, batch.tokens)) == stepped);
 }
@@ -204,13 +203,13 @@ TEST_CASE("fsdp: the gradients' norm counts every weight once") {
 static void check_form(const Communicator& c) {
     context.precision = PREC_BF16;
     context.mode = FUSED;
-    std::vector<std::map<std::string, std::vector<float>>> trained;
+    vector<std::map<string, vector<float>>> trained;
     for (bool split : {false, true}) {
         auto f = fully_shard(c, lay_out_model(small).parameters, matmul_dtype());
         Model model = sharded_model(small, *f);
         init_shards(*f, 1);
         auto read = [&] {
-            std::map<std::string, std::vector<float>> all;
+            std::map<string, vector<float>> all;
             visit_whole(*f, false,
                         [&](const Parameter& p, const Tensor& w) { all[p.name] = to_floats(w); });
             return all;
@@ -221,7 +220,7 @@ static void check_form(const Communicator& c) {
         if (split) { split_shards(*f); }
         CHECK(f->split == (split && fast_ways.split));
         CHECK(read() == initial);
-        std::vector<float> losses;
+        vector<float> losses;
         for (int step = 0; step < 3; step++) {
             losses.push_back(to_floats(step_of(model, *f, c.rank))[0]);
         }
@@ -232,7 +231,7 @@ static void check_form(const Communicator& c) {
         CHECK(trained.back()["lm_head.weight"] != initial.at("lm_head.weight"));
     }
     for (const auto& [name, plain] : trained[0]) {
-        const std::vector<float>& split = trained[1][name];
+        const vector<float>& split = trained[1][name];
         double worst = 0;
         for (size_t i = 0; i < plain.size(); i++) {
             worst = std::max<double>(worst, std::fabs(plain[i] - split[i]));
@@ -261,7 +260,7 @@ static void check_steps_in_backward(const Communicator& c) {
         context.precision = precision;
         context.mode = FUSED;
         context.checkpoint = checkpointing_from(precision == FP32 ? "2" : "none");
-        std::vector<std::vector<float>> trained;
+        vector<vector<float>> trained;
         size_t peaks[2];
         for (bool in_backward : {false, true}) {
             auto f = fully_shard(c, lay_out_model(small).parameters, matmul_dtype());
@@ -269,7 +268,7 @@ static void check_steps_in_backward(const Communicator& c) {
             init_shards(*f, 1);
             split_shards(*f);
             LossScaler scaler;
-            std::vector<float> all;
+            vector<float> all;
             for (int step = 0; step < 3; step++) {
                 if (step == 1) { reset_peak(context.device); }
                 begin_fsdp_step(*f, in_backward);
@@ -304,7 +303,7 @@ TEST_CASE("fsdp: AdamW in backward; on GPUs") {
 // A rank whose loss does not depend on a weight has a zero gradient for it, as the others' average
 // says.
 static void check_missing(const Communicator& c) {
-    std::vector<Parameter> parameters = {
+    vector<Parameter> parameters = {
         {"head", {4, 8}, 0, {}, 2}, {"fc", {8, 8}, 32, {}, 1}, {"table", {6, 8}, 96, {}, 0}};
     auto f = fully_shard(c, parameters, F32);
     Model model;
@@ -318,7 +317,7 @@ static void check_missing(const Communicator& c) {
         fill_normal(w, 1, key_of(p.name), 0, 1);
     });
     f->shard.adamw = {1, 0, 0, 1, 0};  // without momentum and decay: no gradient, no step
-    std::map<std::string, std::vector<float>> before;
+    std::map<string, vector<float>> before;
     visit_whole(*f, false,
                 [&](const Parameter& p, const Tensor& w) { before[p.name] = to_floats(w); });
     auto after = before, once = before;
@@ -360,7 +359,7 @@ static void check_trainers(const Communicator& c) {
     auto plain = [&] { return random_model(config, c.rank); };  // rank 0's weights reach all
     AdamW adamw;
     adamw.eps = 1e-5f;  // else a gradient that is rounding alone moves its weight by lr, either way
-    std::vector<std::pair<const char*, std::function<Trainer()>>> ways = {
+    vector<std::pair<const char*, function<Trainer()>>> ways = {
         {"sharded, broadcast", [&] { return sharded_trainer(c, plain(), BROADCAST, adamw); }},
         {"sharded, ZeRO-1", [&] { return sharded_trainer(c, plain(), ZERO1, adamw); }},
         {"FSDP", [&] { return fsdp_trainer(c, config, 0, false, adamw); }},
@@ -369,11 +368,11 @@ static void check_trainers(const Communicator& c) {
         ways.push_back({name_of(s), [&, s] { return data_parallel_trainer(c, plain(), s, 0.05); }});
     }
     for (const auto& [name, make] : ways) {
-        CAPTURE(std::string(name));
+        CAPTURE(string(name));
         Trainer ours = make(), whole;
         whole.model = random_model(config, 0);
         whole.adamw = ours.adamw = adamw;
-        std::vector<StepPart> parts;
+        vector<StepPart> parts;
         for (int step = 0; step < 3; step++) {
             const Batch all = random_batch(rows * c.world, T, 100, step);
             train_step(whole, {all});
@@ -384,14 +383,14 @@ static void check_trainers(const Communicator& c) {
         CHECK(parts[3] == OPTIMIZER_STEP);
         double worst = 0;
         auto see = [&](const Parameter& p, const Tensor& got) {
-            const std::vector<float> a = to_floats(got),
-                                     b = to_floats(view(whole.model.weights, p.offset, p.shape));
+            const vector<float> a = to_floats(got),
+                                b = to_floats(view(whole.model.weights, p.offset, p.shape));
             for (size_t i = 0; i < a.size(); i++) {
                 worst = std::max<double>(worst, std::fabs(a[i] - b[i]));
             }
         };
         if (ours.f) { visit_whole(*ours.f, false, see); }
-        for (const Parameter& p : ours.f ? std::vector<Parameter>() : ours.model.parameters) {
+        for (const Parameter& p : ours.f ? vector<Parameter>() : ours.model.parameters) {
             see(p, p.weight);
         }
         CHECK(worst < 3e-6);  // three steps of AdamW move a weight by 3e-3
@@ -469,7 +468,7 @@ TEST_CASE("fsdp: sharded pure bf16 against PyTorch's") {
 // real numbers: products count their FLOPs, sends their bytes. The gradients have to be the tape's,
 // and the program's formulas have to give the counts.
 
-using Vector = std::vector<double>;
+using Vector = vector<double>;
 static Tensor columns_as_rows(const Tensor& t) { return contiguous(transpose(t, 0, 1)); }
 // the i-th of n parts: rows or columns
 static Tensor part_of(const Tensor& t, int axis, int i, int n) {
@@ -497,11 +496,11 @@ struct Member {  // of a ring: its copy of a vector, and what it has sent
 // N - 1 steps, in each of which every member sends 1/N of the vector to the next one, 2 bytes per
 // element. adds: a reduce-scatter, which leaves member i the sum of part i; else an all-gather of
 // what each has in its part.
-static void ring(const std::vector<Member>& members, bool adds) {
+static void ring(const vector<Member>& members, bool adds) {
     const size_t N = members.size(), n = members[0].data->size() / N;
     REQUIRE(n * N == members[0].data->size());
     for (size_t step = 0; step + 1 < N; step++) {
-        std::vector<Vector> sent;
+        vector<Vector> sent;
         auto part = [&](size_t i) { return (i + 2 * N - step - adds) % N * n; };
         for (size_t i = 0; i < N; i++) {
             const auto from = members[i].data->begin() + part(i);
@@ -517,7 +516,7 @@ static void ring(const std::vector<Member>& members, bool adds) {
         }
     }
 }
-static void ring_all_reduce(const std::vector<Member>& members) {
+static void ring_all_reduce(const vector<Member>& members) {
     ring(members, true);
     ring(members, false);
 }
@@ -557,8 +556,8 @@ static void run_passes(Simulated& d) {
                           product(dx2, columns_as_rows(w[1]), backward)));
 }
 // N devices along the FSDP axis, M along the TP axis: device (i, j) is number i M + j.
-static std::vector<Simulated> simulate(const FeedForward& l, int N, int M) {
-    std::vector<Simulated> devices;
+static vector<Simulated> simulate(const FeedForward& l, int N, int M) {
+    vector<Simulated> devices;
     for (int k = 0; k < N * M; k++) {
         const int i = k / M, j = k % M;
         FeedForward& own = devices.emplace_back().part;
@@ -568,7 +567,7 @@ static std::vector<Simulated> simulate(const FeedForward& l, int N, int M) {
         run_passes(devices.back());
     }
     for (int i = 0; i < N; i++) {
-        std::vector<Member> y, dx;
+        vector<Member> y, dx;
         for (int j = 0; j < M; j++) {
             Simulated& d = devices[i * M + j];
             y.push_back({&d.y, &d.tp_bytes[0]});
@@ -580,8 +579,8 @@ static std::vector<Simulated> simulate(const FeedForward& l, int N, int M) {
     for (int j = 0; j < M; j++) {
         for (int k = 0; k < 3; k++) {
             double not_counted = 0;  // to see the whole sums
-            std::vector<Vector> weights(N, Vector(devices[j].dw[k].size()));
-            std::vector<Member> gathers[2], sums, whole_sums;
+            vector<Vector> weights(N, Vector(devices[j].dw[k].size()));
+            vector<Member> gathers[2], sums, whole_sums;
             for (int i = 0; i < N; i++) {
                 Simulated& d = devices[i * M + j];
                 for (int pass : {0, 1}) {
@@ -611,7 +610,7 @@ TEST_CASE("calcs: the simulated layer's gradients are the tape's, on any grid of
     backward_from(y, l.dy);
     for (auto [N, M] : {std::pair(1, 1), {3, 1}, {1, 4}, {2, 3}, {3, 4}, {4, 2}}) {
         INFO(N << " x " << M << " devices");
-        const std::vector<Simulated> devices = simulate(l, N, M);
+        const vector<Simulated> devices = simulate(l, N, M);
         for (int k = 0; k < N * M; k++) {
             CHECK(difference(devices[k].y, to_doubles(part_of(y, 0, k / M, N))) < 1e-12);
             CHECK(difference(devices[k].dx,
@@ -629,8 +628,8 @@ TEST_CASE("calcs: FLOPs and bytes are those that the simulated devices count") {
          {std::tuple(12, 8, 24, 4, 2), {12, 8, 24, 2, 4}, {12, 8, 24, 3, 1}, {12, 8, 24, 1, 3}}) {
         INFO("B " << B << ", D " << D << ", F " << F << ", " << N << " x " << M << " devices");
         const LayerSizes sizes = {(double)B, (double)D, (double)F, C, W};
-        const std::vector<PassCost> both = fsdp_tp_costs(sizes, N, M), fsdp = fsdp_costs(sizes, N),
-                                    tp = tp_costs(sizes, M);
+        const vector<PassCost> both = fsdp_tp_costs(sizes, N, M), fsdp = fsdp_costs(sizes, N),
+                               tp = tp_costs(sizes, M);
         for (const Simulated& d : simulate(random_layer(B, D, F), N, M)) {
             auto check = [&](const PassCost& cost, int pass, double bytes) {
                 CHECK(cost.flops == d.flops[pass]);
@@ -707,23 +706,23 @@ static Options handout() {  // main.cu's defaults
     o.tensor_mb = 1000;
     return o;
 }
-static std::string csv_of(int (*command)(const Options&), const Options& o) {
+static string csv_of(int (*command)(const Options&), const Options& o) {
     RestoreContext restore;
     context.csv = true;
     return printed([&] { command(o); });
 }
 TEST_CASE("calcs: alternate_ring_all_reduce's bytes are those that a ring counts") {
     for (int N : {2, 5}) {
-        std::vector<Vector> data(N, Vector(10 * N));
+        vector<Vector> data(N, Vector(10 * N));
         Vector sent(N);
-        std::vector<Member> members;
+        vector<Member> members;
         for (int i = 0; i < N; i++) { members.push_back({&data[i], &sent[i]}); }
         ring_all_reduce(members);
         Options o = handout();
         o.tensor_mb = 10 * N * 2e-6;
         o.devices = N;
         o.bandwidth_gb = 1e-6;  // a byte takes 1 ms
-        const std::string text = csv_of(cmd_alternate_ring_all_reduce, o);
+        const string text = csv_of(cmd_alternate_ring_all_reduce, o);
         CHECK_MESSAGE(has(text, strprintf("= %g ms.\n", sent[0])), text);
     }
 }
@@ -731,11 +730,11 @@ TEST_CASE("calcs: alternate_ring_all_reduce's bytes are those that a ring counts
 // -------------------------------------------------------------------------------------------------
 // Answers and options
 
-static void check_calcs_say(const std::string& text, const std::vector<std::string>& phrases) {
-    for (const std::string& phrase : phrases) {
+static void check_calcs_say(const string& text, const vector<string>& phrases) {
+    for (const string& phrase : phrases) {
         CHECK_MESSAGE(has(text, phrase), phrase, " in: ", text);
     }
-    for (const std::string never : {"nan", "inf ", " ,"}) {
+    for (const string never : {"nan", "inf ", " ,"}) {
         CHECK_MESSAGE(!has(text.substr(text.find("\n# (a)") + 1), never), text);
     }
 }
@@ -798,7 +797,7 @@ TEST_CASE("calcs: wrong options") {
                                         {"--tflops", "1e308"}}) {
         CHECK(run_cs336({"tp_calcs", option, value}).exit_code == 2);
     }
-    for (const std::string value : {"3.4e38", "1.2e-38"}) {
+    for (const string value : {"3.4e38", "1.2e-38"}) {
         const Run r = run_cs336(
             {"fsdp_tp_calcs", "--tflops", value, "--tokens", "1048576", "--d_ff", "1048576"});
         CHECK(r.exit_code == 0);
@@ -848,7 +847,7 @@ TEST_CASE("accounting: where nothing fits") {
 // -------------------------------------------------------------------------------------------------
 // Tests of fsdp.cu.
 
-using Words = std::vector<std::string>;
+using Words = vector<string>;
 static Run leaderboard(const Words& more) {
     Words words = {"leaderboard", "--device", "cpu"};
     words.insert(words.end(), more.begin(), more.end());
@@ -921,7 +920,7 @@ TEST_CASE("leaderboard: the handout's step is counted and predicted where it doe
     CHECK(has(r.err, "no step ran: each rank needs "));
 }
 TEST_CASE("leaderboard: wrong options") {
-    for (const auto& [words, line] : std::vector<std::pair<Words, std::string>>{
+    for (const auto& [words, line] : vector<std::pair<Words, string>>{
              {{"--nproc", "2", "--batch_size", "3"},
               "--batch_size: got 3, takes a multiple of 2, the number of ranks"},
              {{"--precision", "fp16"},
@@ -933,7 +932,7 @@ TEST_CASE("leaderboard: wrong options") {
 }
 
 // What runs again of the 8.1B step, for a card with so many GiB free, on META.
-static std::string chosen(double gib, int world) {
+static string chosen(double gib, int world) {
     RestoreContext restore;
     context = Context();
     context.device = CUDA;  // only planned for
@@ -949,7 +948,7 @@ static std::string chosen(double gib, int world) {
     const double room = gib * (1 << 30) * 30 / 31;
     choose_what_runs_again(o, world, room);
     const Checkpointing k = context.checkpoint;
-    std::string text = caption_of(FLASH);
+    string text = caption_of(FLASH);
     auto peak = [&] { return steps_peak(world, o, trainer_of(o), o.batch_size); };
     const size_t needs = peak();
     if (k.form == Checkpointing::GROUPS) { return text + (needs > room ? ", too large" : ""); }
@@ -962,7 +961,7 @@ static std::string chosen(double gib, int world) {
     return text;
 }
 TEST_CASE("leaderboard: by default as little runs again as fits") {
-    const std::string chunk = ", head chunk 2048";
+    const string chunk = ", head chunk 2048";
     CHECK(chosen(139, 2) == "flash, recompute" + chunk);                       // two H200s: 4.15 s
     CHECK(chosen(78, 2) == "flash, recompute, checkpoint blocks:11" + chunk);  // two H100s
     CHECK(chosen(101, 2) == "flash, recompute, checkpoint ffn:28" + chunk);
@@ -976,12 +975,12 @@ TEST_CASE("leaderboard: by default as little runs again as fits") {
 // The sentences of fsdp_accounting and leaderboard, from filled structs. Numbers without another
 // word were measured on two H200s.
 
-static std::string said(const std::vector<FsdpRun>& runs, int world = 2, double psi = 3406809600,
-                        int bytes = 4) {
+static string said(const vector<FsdpRun>& runs, int world = 2, double psi = 3406809600,
+                   int bytes = 4) {
     return printed([&] { answer_fsdp_accounting(runs, world, psi, bytes); });
 }
-static std::vector<FsdpRun> runs_of(double ddp, double sharded, double fsdp) {  // peaks in MiB
-    std::vector<FsdpRun> runs = {{"DDP"}, {"sharded optimizer"}, {"FSDP"}};
+static vector<FsdpRun> runs_of(double ddp, double sharded, double fsdp) {  // peaks in MiB
+    vector<FsdpRun> runs = {{"DDP"}, {"sharded optimizer"}, {"FSDP"}};
     runs[0].use.peak = ddp * 1048576;
     runs[1].use.peak = sharded * 1048576;
     runs[2].use.peak = fsdp * 1048576;
@@ -990,7 +989,7 @@ static std::vector<FsdpRun> runs_of(double ddp, double sharded, double fsdp) {  
     return runs;
 }
 TEST_CASE("answers: fsdp_accounting") {
-    std::vector<FsdpRun> runs = runs_of(58510.1, 45514.1, 27671.2);  // xl in fp32
+    vector<FsdpRun> runs = runs_of(58510.1, 45514.1, 27671.2);  // xl in fp32
     check_calcs_say(
         said(runs),
         {"**(a)** FSDP should save 25991.9 MiB against DDP and 12995.9 MiB against a sharded "
@@ -1013,7 +1012,7 @@ TEST_CASE("answers: fsdp_accounting") {
               "ms, and forward waits 12.400 ms for them."));
     // bf16: the largest cause is the sharded optimizer's copies, then its activations.
     MemoryUse other{}, fsdp{};
-    auto set = [](MemoryUse& use, std::vector<double> mib) {
+    auto set = [](MemoryUse& use, vector<double> mib) {
         const Category all[] = {PARAMETERS, GRADIENTS, OPTIMIZER, WEIGHT_COPIES, ACTIVATIONS};
         for (int i = 0; i < 5; i++) { use.peak_by[all[i]] = (size_t)(mib[i] * 1048576); }
     };

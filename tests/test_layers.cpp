@@ -69,8 +69,8 @@ static Tensors fused_ops_on_rows(int64_t N, int64_t C) {
     layer.w13 = w13, layer.w1 = view(w13, 0, {C, 4});
     run(swiglu(layer, y), {y, w13});
 
-    std::vector<float> values = to_floats(normals({N, C}, F32, 6));
-    std::vector<int> targets(N);
+    vector<float> values = to_floats(normals({N, C}, F32, 6));
+    vector<int> targets(N);
     for (int64_t i = 0; i < N * C; i++) {
         if (i % C % 3 == 1) { values[i] = -INFINITY; }
     }
@@ -85,13 +85,13 @@ TEST_CASE("layers: fused ops on rows of any length, the GPU against the CPU") {
     if (!begin_on(CUDA)) { return; }
     // C: a pack or none, more than one element per thread, more than one pack per thread. N: more
     // rows than RMSNorm's backward has blocks.
-    for (auto [N, C] : std::vector<std::pair<int, int>>{
-             {1, 1}, {3, 8}, {5, 643}, {9, 2562}, {9, 5128}, {2200, 16}}) {
+    for (auto [N, C] :
+         vector<std::pair<int, int>>{{1, 1}, {3, 8}, {5, 643}, {9, 2562}, {9, 5128}, {2200, 16}}) {
         for (auto [precision, tolerance] : {std::pair<Precision, double>{FP32, 2e-5},
                                             {PREC_BF16, 1e-2},
                                             {PREC_FP16, 2e-3},
                                             {PREC_PURE_BF16, 1e-2}}) {
-            const std::string what = strprintf("N %d, C %d, %s", N, C, name_of(precision));
+            const string what = strprintf("N %d, C %d, %s", N, C, name_of(precision));
             CAPTURE(what);
             context.precision = precision;
             Tensors results[2];
@@ -122,7 +122,7 @@ TEST_CASE_TEMPLATE("layers: AdamW over many tensors, plain and fast, by the form
             // unit: of sizes and offsets; a row may take four or eight elements at a time
             for (auto [unit, stored] :
                  {std::pair<int, DType>{1, F32}, {4, F32}, {1, BF16}, {8, BF16}}) {
-                std::vector<FlatGradient> gradients;
+                vector<FlatGradient> gradients;
                 int64_t end = 0;
                 for (int i = 0; i < 70; i++) {
                     Tensor g = empty({unit * (i == 33 ? 5000 : 1 + i)}, dtype);
@@ -133,9 +133,9 @@ TEST_CASE_TEMPLATE("layers: AdamW over many tensors, plain and fast, by the form
                 Tensor p = empty({end}, stored), m = empty({end}, stored), v = empty({end}, stored);
                 fill_normal(p, 3, 100, 0, 1), fill_normal(m, 3, 101, 0, 1),
                     fill_normal(v, 3, 102, 4, 0.5);
-                std::vector<double> want[3] = {to_doubles(p), to_doubles(m), to_doubles(v)};
+                vector<double> want[3] = {to_doubles(p), to_doubles(m), to_doubles(v)};
                 for (const FlatGradient& one : gradients) {
-                    std::vector<double> g = to_doubles(one.g);
+                    vector<double> g = to_doubles(one.g);
                     for (size_t i = 0; i < g.size(); i++) {
                         size_t at = one.offset + i;
                         adamw_element(&want[0][at], g[i], &want[1][at], &want[2][at], s);
@@ -145,7 +145,7 @@ TEST_CASE_TEMPLATE("layers: AdamW over many tensors, plain and fast, by the form
                 int wrong = 0;
                 const Tensor* got[3] = {&p, &m, &v};
                 for (int k = 0; k < 3; k++) {
-                    std::vector<double> x = to_doubles(*got[k]);
+                    vector<double> x = to_doubles(*got[k]);
                     double rounding = stored == BF16 ? 0x1p-8 : 0;  // to nearest
                     for (size_t i = 0; i < x.size(); i++) {
                         wrong += !(std::abs(x[i] - want[k][i]) <=

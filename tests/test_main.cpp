@@ -9,15 +9,13 @@
 
 #include <regex>
 #include <sstream>
-using Words = std::vector<std::string>;
+using Words = vector<string>;
 
-static int lines(const std::string& text) {
-    return (int)std::count(text.begin(), text.end(), '\n');
-}
+static int lines(const string& text) { return (int)std::count(text.begin(), text.end(), '\n'); }
 
 // The default that a command's --help tells. CLI11 2.1 prints `--steps INT=10`, 2.4 `--steps INT
 // [10]`.
-static std::string default_of(const std::string& option, const std::string& help) {
+static string default_of(const string& option, const string& help) {
     std::smatch found;
     std::regex_search(
         help, found,
@@ -85,13 +83,13 @@ TEST_CASE("main: the defaults are the handouts' settings") {
     };
     for (const char* row : table) {
         std::istringstream words(row);
-        std::string command, edition;
+        string command, edition;
         words >> command >> edition;
         Run help = run_cs336({command, "--edition", edition, "--help"});
         REQUIRE_MESSAGE(help.exit_code == 0, help.err);
-        for (std::string word; words >> word;) {
+        for (string word; words >> word;) {
             const size_t equals = word.find('=');
-            const std::string option = word.substr(0, equals), expected = word.substr(equals + 1);
+            const string option = word.substr(0, equals), expected = word.substr(equals + 1);
             if (option == "edition" && edition != "2025") { continue; }
             CHECK_MESSAGE(default_of(option, help.out) == expected, command, " ", edition, " --",
                           option);
@@ -130,10 +128,10 @@ TEST_CASE("main: list has every problem, and the points add up to each edition's
     CHECK(lines(md.out) == lines(csv.out) + 2);  // an empty line and the rule
     int points[2] = {}, problems[2] = {};
     std::istringstream rows(csv.out.substr(csv.out.find("what\n") + 5));
-    for (std::string line; std::getline(rows, line);) {
+    for (string line; std::getline(rows, line);) {
         Words cells;
         std::istringstream row(line);
-        for (std::string cell; std::getline(row, cell, ',');) { cells.push_back(cell); }
+        for (string cell; std::getline(row, cell, ',');) { cells.push_back(cell); }
         REQUIRE(cells.size() >= 5);
         for (int edition : {0, 1}) {
             bool has_it = cells[1 + edition] != "";
@@ -154,8 +152,7 @@ TEST_CASE("main: an edition has sizes and lengths of its own, and what is typed 
     };
     CHECK(has(memory({}), "2.7B"));
     CHECK(has(memory({"--edition", "2026"}), "xl (2026)"));
-    const std::string typed =
-        memory({"--edition", "2026", "--size", "small", "--context_length", "64"});
+    const string typed = memory({"--edition", "2026", "--size", "small", "--context_length", "64"});
     CHECK(has(typed, "small"));
     CHECK(!has(typed, "2048"));
     Run none = run_cs336({"communication_accounting", "--edition", "2026"});
@@ -170,7 +167,7 @@ TEST_CASE("main: a full disk under stdout is a failure") {
 }
 TEST_CASE("main: an output is no input") {
     Folder folder;
-    const std::string same = folder / "same", link = folder / "link";
+    const string same = folder / "same", link = folder / "link";
     write_file(same, read_file("LICENSE"));
     std::filesystem::create_symlink(same, link);
     const Words attention = {"attention", "--device", "cpu", "--inputs", same};
@@ -222,8 +219,7 @@ TEST_CASE("main: reproduce fails where a problem fails, and goes on") {
 }
 TEST_CASE("main: reproduce keeps a file of this commit, device, sizes and format only") {
     begin_on(CPU);
-    const std::string device = device_description(),
-                      text = "fsdp; " + device + "; commit abc1234\n";
+    const string device = device_description(), text = "fsdp; " + device + "; commit abc1234\n";
     CHECK(is_as_now(text, "abc1234", false));
     CHECK(!is_as_now(text, "abc1235", false));
     CHECK(!is_as_now(text, "abc1234", true));
@@ -272,14 +268,14 @@ TEST_CASE("main: what runs on one GPU runs on the GPU that was asked for") {
 TEST_CASE(
     "main: tests/vs_pytorch.py explains itself and refuses in one line, also without PyTorch") {
     // -S: no site-packages, so there is no torch
-    auto run = [](const std::string& words) {
+    auto run = [](const string& words) {
         return run_shell("python3 -S tests/vs_pytorch.py " + words);
     };
     Run help = run("--help");
     if (help.exit_code == 127) { return skip_this_case("no python3"); }
     CHECK(help.exit_code == 0);
     CHECK(has(help.out, "--max_ratio"));
-    const std::pair<std::string, const char*> wrong[] = {
+    const std::pair<string, const char*> wrong[] = {
         {"--size small,tiny", "--size"},
         {"--max_ratio nan", "--max_ratio"},
         {"--rounds 0", "--rounds"},
@@ -304,7 +300,7 @@ TEST_CASE("plan: xl is each edition's own, the other sizes are the same in both"
     auto width = [](const char* edition, const char* size) {
         Options o;
         o.edition = edition, o.size = {size}, o.vocab_size = 10000;
-        std::vector<ModelConfig> configs = configs_of(o);
+        vector<ModelConfig> configs = configs_of(o);
         REQUIRE(configs.size() == 1);
         return configs[0].name + strprintf(" %d", configs[0].d_model);
     };
@@ -320,8 +316,8 @@ TEST_CASE("plan: the default mode falls back to fused, a typed one is refused") 
     Options o;
     o.d_model = 96, o.num_heads = 2, o.vocab_size = 10;  // no FlashAttention for head size 48
     o.precision = {"fp32", "bf16"}, o.mode = {"flash"};
-    CHECK(precisions_of(o) == std::vector<Precision>{FP32, PREC_BF16});
-    CHECK(modes_of(o, configs_of(o), precisions_of(o)) == std::vector<Mode>{FUSED});
+    CHECK(precisions_of(o) == vector<Precision>{FP32, PREC_BF16});
+    CHECK(modes_of(o, configs_of(o), precisions_of(o)) == vector<Mode>{FUSED});
     o.given.insert("mode");
     CHECK_THROWS_AS(modes_of(o, configs_of(o), precisions_of(o)), Failure);
 }

@@ -15,7 +15,7 @@ static Setup make_setup(const ModelConfig& c, int B, int T, DType dtype = weight
     Setup s{make_model(c, dtype), Tensor(), Tensor()};
     init_weights(s.model, 7);
     make_gradients(s.model);
-    std::vector<int> x(B * T), y(B * T);
+    vector<int> x(B * T), y(B * T);
     for (int i = 0; i < B * T; i++) {
         x[i] = random_int(c.vocab_size, 7, 1, i);
         y[i] = random_int(c.vocab_size, 7, 2, i);
@@ -90,7 +90,7 @@ struct Tolerance {
     Precision precision;
     double relative;  // to the largest value: each format's rounding times a few operations
 };
-static const std::vector<Tolerance> tolerances = {
+static const vector<Tolerance> tolerances = {
     {FP32, 2e-5}, {TF32, 1e-2}, {PREC_BF16, 6e-2}, {PREC_FP16, 1e-2}};
 
 static void check_close(const Tensor& got, const Tensor& want, double relative,
@@ -101,8 +101,7 @@ static void check_close(const Tensor& got, const Tensor& want, double relative,
 
 // Logits, loss and every parameter's gradient.
 static void check_against_float64(const ModelConfig& c, int B, int T, Device device,
-                                  const std::vector<Mode>& modes,
-                                  const std::vector<Tolerance>& precisions) {
+                                  const vector<Mode>& modes, const vector<Tolerance>& precisions) {
     context.device = CPU;
     context.mode = EAGER;
     context.precision = FP32;
@@ -115,8 +114,7 @@ static void check_against_float64(const ModelConfig& c, int B, int T, Device dev
             context.device = device;
             context.mode = mode;
             context.precision = t.precision;
-            std::string what =
-                strprintf("%s %s B %d T %d", name_of(mode), name_of(t.precision), B, T);
+            string what = strprintf("%s %s B %d T %d", name_of(mode), name_of(t.precision), B, T);
             CAPTURE(what);
             float loss_scale = t.precision == PREC_FP16 ? 1024 : 1;
             StepResult got = run_once(s, loss_scale);
@@ -136,8 +134,8 @@ static void check_against_float64(const ModelConfig& c, int B, int T, Device dev
 TEST_CASE_TEMPLATE("model: every mode and precision against float64", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     // Flash has its own head sizes, and no fp16; on the CPU it is fp32.
-    const std::vector<Tolerance> in_flash(tolerances.begin(),
-                                          tolerances.begin() + (D::device == CPU ? 1 : 3));
+    const vector<Tolerance> in_flash(tolerances.begin(),
+                                     tolerances.begin() + (D::device == CPU ? 1 : 3));
     for (auto [B, T] : {std::pair<int, int>{1, 1}, {3, 7}, {2, 65}}) {
         check_against_float64(odd, B, T, D::device, {EAGER, FUSED}, tolerances);
         check_against_float64(even, B, T, D::device, {FUSED}, tolerances);
@@ -147,17 +145,16 @@ TEST_CASE_TEMPLATE("model: every mode and precision against float64", D, OnCPU, 
         }
     }
 }
-static Tensor floats_of(const SafeTensors& file, const std::string& name) {
+static Tensor floats_of(const SafeTensors& file, const string& name) {
     const FileTensor& f = file.tensors.at(name);
     Tensor t = empty_on(CPU, f.shape, F32);
     memcpy(t.data, f.data, f.bytes);
     return t;
 }
 static const SafeTensors& fixture(const char* name) {
-    static std::map<std::string, SafeTensors> files;
+    static std::map<string, SafeTensors> files;
     if (!files.count(name)) {
-        files[name] =
-            load_safetensors(std::string("tests/fixtures/model_") + name + ".safetensors");
+        files[name] = load_safetensors(string("tests/fixtures/model_") + name + ".safetensors");
     }
     return files[name];
 }
@@ -171,7 +168,7 @@ Setup fixture_setup() {
     }
     make_gradients(s.model);
     make_optimizer_state(s.model);
-    std::vector<int> tokens(21), targets(21);
+    vector<int> tokens(21), targets(21);
     for (int i = 0; i < 21; i++) {
         int64_t wide;
         memcpy(&wide, (const char*)batch.tensors.at("tokens").data + 8 * i, 8);
@@ -186,7 +183,7 @@ TEST_CASE_TEMPLATE("model: PyTorch's fixtures", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     const SafeTensors& expected = fixture("expected");
     for (Mode mode : {EAGER, FUSED}) {
-        CAPTURE(std::string(name_of(mode)));
+        CAPTURE(string(name_of(mode)));
         context.mode = mode;
         Setup s = fixture_setup();
         for (int step = 0; step < 3; step++) {
@@ -215,7 +212,7 @@ TEST_CASE_TEMPLATE("model: PyTorch's fixtures", D, OnCPU, OnCUDA) {
 struct Differences {
     double error = 0, size = 0;
     void add(const Tensor& got_in, const Tensor& want_in, const Tensor& from_in = Tensor()) {
-        std::vector<double> got = to_doubles(got_in), want = to_doubles(want_in), from(got.size());
+        vector<double> got = to_doubles(got_in), want = to_doubles(want_in), from(got.size());
         if (from_in) { from = to_doubles(from_in); }
         for (size_t i = 0; i < got.size(); i++) {
             error += (got[i] - want[i]) * (got[i] - want[i]);
@@ -247,7 +244,7 @@ void check_pure_bf16(double loss, const ByName& gradients, const ByName& after) 
     CHECK(all.relative() < 0.11);
     CHECK(weights.relative() < 0.16);
 }
-const std::vector<PureSetting> pure_settings = {
+const vector<PureSetting> pure_settings = {
     {EAGER, "none", 0, false},    {EAGER, "1", 0, false},  {FUSED, "none", 0, false},
     {FUSED, "none", 7, true},     {FUSED, "1", 21, false}, {FUSED, "ffn:1", 4, true},
     {FUSED, "blocks:1", 4, true}, {FLASH, "ffn", 7, true},
@@ -299,13 +296,13 @@ TEST_CASE_TEMPLATE("model: AdamW by its formula, eager and fused", D, OnCPU, OnC
         context.mode = mode;
         Setup s = make_setup(tiny, 1, 3);
         make_optimizer_state(s.model);
-        std::vector<double> p = to_doubles(s.model.weights), m(p.size()), v(p.size());
+        vector<double> p = to_doubles(s.model.weights), m(p.size()), v(p.size());
         AdamW a;
         a.lr = 0.1f;
         a.weight_decay = 0.1f;
         for (int t = 1; t <= 3; t++) {
             StepResult r = run_once(s);
-            std::vector<double> g = to_doubles(r.gradients);
+            vector<double> g = to_doubles(r.gradients);
             adamw_step(s.model, a, 0.5f);
             for (size_t i = 0; i < p.size(); i++) {
                 m[i] = 0.9 * m[i] + 0.1 * g[i] * 0.5;
@@ -314,7 +311,7 @@ TEST_CASE_TEMPLATE("model: AdamW by its formula, eager and fused", D, OnCPU, OnC
                                                     m[i] / (sqrt(v[i]) + 1e-8);
             }
         }
-        std::vector<double> got = to_doubles(s.model.weights);
+        vector<double> got = to_doubles(s.model.weights);
         double worst = 0;
         for (size_t i = 0; i < p.size(); i++) { worst = std::max(worst, fabs(got[i] - p[i])); }
         CHECK_MESSAGE(worst < 2e-5, name_of(mode), " ", worst);
@@ -330,7 +327,7 @@ TEST_CASE_TEMPLATE("model: steps with and without an arena for the gradients", D
             Tensor weights[2];
             double norm[2];
             size_t peak[2];
-            std::vector<float> gradients[2];
+            vector<float> gradients[2];
             for (bool arena : {false, true}) {
                 Model model = make_model(config);
                 init_weights(model, 7);
@@ -349,7 +346,7 @@ TEST_CASE_TEMPLATE("model: steps with and without an arena for the gradients", D
                 weights[arena] = on_cpu(model.weights);
                 // in fused mode some lie in joined slots
                 for (const Parameter& p : model.parameters) {
-                    std::vector<float> g = to_floats(gradient_of(model, p));
+                    vector<float> g = to_floats(gradient_of(model, p));
                     if (arena) { CHECK(g == to_floats(view(model.gradients, p.offset, p.shape))); }
                     gradients[arena].insert(gradients[arena].end(), g.begin(), g.end());
                 }
@@ -370,7 +367,7 @@ TEST_CASE_TEMPLATE("model: steps with and without an arena for the gradients", D
 struct Kept {           // of a forward for its backward
     size_t held, peak;  // bytes; peak: of both
     int64_t products;   // in backward
-    std::vector<float> gradients;
+    vector<float> gradients;
 };
 static Kept run_kept(const ModelConfig& config, int B, int T) {
     Kept k;
@@ -386,7 +383,7 @@ static Kept run_kept(const ModelConfig& config, int B, int T) {
     start_tracing();
     backward(loss);
     const Trace trace = stop_tracing();
-    auto is_product = [](const TracedRange& r) { return r.name == std::string("matmul"); };
+    auto is_product = [](const TracedRange& r) { return r.name == string("matmul"); };
     k.products = std::count_if(trace.ranges.begin(), trace.ranges.end(), is_product);
     k.peak = memory_use(context.device).peak - before;
     drop_weight_copies(s.model.slots);
@@ -395,7 +392,7 @@ static Kept run_kept(const ModelConfig& config, int B, int T) {
     return k;
 }
 // f: in each mode from `first` on and each precision.
-static void in_settings(Mode first, const std::function<void()>& f) {
+static void in_settings(Mode first, const function<void()>& f) {
     for (int mode = first; mode <= FLASH; mode++) {
         for (Precision precision : {FP32, PREC_BF16, PREC_FP16, PREC_PURE_BF16}) {
             if (mode == FLASH && !fastest_flash(context.device, matmul_dtype(precision), 16)) {
@@ -430,10 +427,10 @@ TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, On
     const int B = D::device == CPU ? 1 : 2, T = 64 * B;
     const OnlyFlashV1 same_bits;
     in_settings(EAGER, [&] {
-        std::map<std::string, Kept> kept;
+        std::map<string, Kept> kept;
         for (const char* checkpoint :
              {"none", "1", "2", "5", "ffn", "ffn:2", "blocks:2", "nested"}) {
-            CAPTURE(std::string(checkpoint));
+            CAPTURE(string(checkpoint));
             context.checkpoint = checkpointing_from(checkpoint);
             kept[checkpoint] = run_kept(config, B, T);
             CHECK(kept[checkpoint].gradients == kept["none"].gradients);
@@ -466,9 +463,9 @@ TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, On
         context.checkpoint = checkpointing_from(checkpoint);
         Options o;
         o.mode = {"eager"};
-        CHECK_THROWS_WITH_AS(
-            modes_of(o, {config}, {FP32}),
-            doctest::Contains((std::string("--checkpoint: got ") + checkpoint).c_str()), Failure);
+        CHECK_THROWS_WITH_AS(modes_of(o, {config}, {FP32}),
+                             doctest::Contains((string("--checkpoint: got ") + checkpoint).c_str()),
+                             Failure);
     }
     for (const char* none : {"0", "ffn:0", "blocks:0"}) {
         CHECK_THROWS_AS(checkpointing_from(none), Failure);
@@ -511,7 +508,7 @@ TEST_CASE_TEMPLATE("model: head and loss in chunks give what whole logits give",
         Tensor want_loss, want_seen;
         Setup want = run(0, &want_loss, &want_seen);
         for (int chunk : {1, 7, 66, 1000}) {
-            CAPTURE(std::string(name_of(precision)) + " " + std::to_string(chunk));
+            CAPTURE(string(name_of(precision)) + " " + std::to_string(chunk));
             Tensor loss, seen;
             Setup got = run(chunk, &loss, &seen);
             check_close(on_cpu(loss), on_cpu(want_loss), 1e-6);
@@ -534,7 +531,7 @@ TEST_CASE_TEMPLATE("model: the gradients of a step's parts add up to those of it
         auto part = [&](const Tensor& all, int k) {
             return view(all, k * B / PARTS * T, {B / PARTS, T});
         };
-        std::vector<Batch> parts;
+        vector<Batch> parts;
         for (int k = 0; k < PARTS; k++) {
             parts.push_back({part(batch.tokens, k), part(batch.targets, k)});
         }
@@ -619,7 +616,7 @@ TEST_CASE_TEMPLATE("model: two runs from one seed are bit-equal", D, OnCPU, OnCU
         for (Precision precision : {FP32, PREC_BF16}) {
             context.mode = mode;
             context.precision = precision;
-            std::vector<float> weights[2];
+            vector<float> weights[2];
             for (auto& w : weights) {
                 Setup s = make_setup(odd, 3, 17);
                 make_optimizer_state(s.model);
@@ -638,7 +635,7 @@ TEST_CASE_TEMPLATE("model: activations live no longer than they are needed", D, 
     if (!begin<D>()) { return; }
     for (Mode mode : {EAGER, FUSED}) {
         context.mode = mode;
-        std::vector<size_t> forward_peaks;
+        vector<size_t> forward_peaks;
         for (int layers : {2, 6}) {
             ModelConfig c = odd;
             c.num_layers = layers;
@@ -694,13 +691,13 @@ TEST_CASE("model: the arena is in backward order, and gradients are ready in tha
         CHECK(p.offset >= end);
         end = p.offset + count(p.shape);
     }
-    std::vector<int64_t> ready;
+    vector<int64_t> ready;
     for (const Tensor& t : s.model.slots) {
         int64_t offset = (t.data - s.model.weights.data) / 4;
         t.gradient->ready = [offset, &ready] { ready.push_back(offset); };
     }
     for (const char* checkpoint : {"none", "1", "2", "ffn", "nested"}) {
-        CAPTURE(std::string(checkpoint));
+        CAPTURE(string(checkpoint));
         context.checkpoint = checkpointing_from(checkpoint);
         ready.clear();
         run_once(s);
@@ -723,7 +720,7 @@ TEST_CASE("model: the sizes' parameters, and what 10B takes") {
         for (const Parameter& p : make_model(c).parameters) { n += count(p.shape); }
         return n;
     };
-    std::map<std::string, int64_t> of;
+    std::map<string, int64_t> of;
     for (const ModelConfig& c : model_sizes) { of[c.name] = parameters(c); }
     CHECK(of["small"] == 128625408);
     CHECK(of["xl"] == 1998235200);
@@ -740,7 +737,7 @@ TEST_CASE("model: the sizes' parameters, and what 10B takes") {
 // -------------------------------------------------------------------------------------------------
 // `train`, and your own weights
 
-using Words = std::vector<std::string>;
+using Words = vector<string>;
 
 static Run train(const Words& more) {
     Words words = {"train", "--data", "LICENSE", "--quick", "--sample", "0"};
@@ -765,14 +762,14 @@ static Options training_options() {
     o.steps = 3;
     return o;
 }
-static Text text_of(const std::string& bytes) {
+static Text text_of(const string& bytes) {
     return {{bytes.begin(), bytes.end()}, (int64_t)(bytes.size() - bytes.size() / 10)};
 }
 static const ModelConfig of_bytes = {"", 12, 10, 2, 3, 256};
 
 TEST_CASE_TEMPLATE("train: what is not finite ends the run and is named", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    auto ends = [&](Words more, const std::string& says) {
+    auto ends = [&](Words more, const string& says) {
         CAPTURE(join(more, " "));
         more.insert(more.end(), {"--device", name_of(D::device)});
         Run r = train(more);
@@ -797,7 +794,7 @@ TEST_CASE_TEMPLATE(
     if (!begin<D>()) { return; }
     const Options o = training_options();
     for (Precision precision : {FP32, PREC_FP16}) {
-        CAPTURE(std::string(name_of(precision)));
+        CAPTURE(string(name_of(precision)));
         context.precision = precision;
         auto end = [&](float huge, float scale) {
             Trainer t;
@@ -810,8 +807,8 @@ TEST_CASE_TEMPLATE(
             copy(view(t.model.ln_final, 0, {1}), from_floats({huge}, {1}));
             scale_in_place(t.model.lm_head, 1000);
             Table rows{"", {"step", "loss", "gradient norm", "ms", "tokens/s"}};
-            std::string why;
-            const std::string text = printed([&] {
+            string why;
+            const string text = printed([&] {
                 why = failure_of([&] { take_steps(t, text_of(read_file("LICENSE")), o, rows); });
             });
             return why + text + (rows.rows.empty() ? "" : rows.rows[0][2]);
@@ -849,7 +846,7 @@ TEST_CASE("train: rows have tokens per second, and gradients are clipped to 1") 
         context.mode = FLASH;
         Table rows{"", {}};
         take_steps(t, text, o, rows);
-        std::vector<std::string> by_hand;
+        vector<string> by_hand;
         for (const auto& row : rows.rows) { by_hand.push_back(row[1]); }
         return column(r.out, "loss") == by_hand;
     };
@@ -859,10 +856,10 @@ TEST_CASE("train: rows have tokens per second, and gradients are clipped to 1") 
 }
 TEST_CASE("train: the held-out loss is the mean of its windows, 100 at most, evenly apart") {
     begin_on(CPU);
-    std::string bytes;
+    string bytes;
     for (int i = 0; i < 2610; i++) { bytes += (char)random_int(256, 5, 0, i); }
     Model model = random_model(of_bytes, 0);
-    auto mean = [&](const Text& text, int T, const std::vector<int64_t>& which) {
+    auto mean = [&](const Text& text, int T, const vector<int64_t>& which) {
         NoGrad no_grad;
         double sum = 0;
         for (int64_t i : which) {
@@ -873,7 +870,7 @@ TEST_CASE("train: the held-out loss is the mean of its windows, 100 at most, eve
     const Text text = text_of(bytes);  // 261 bytes are held out
     const double seven = mean(text, 37, {0, 1, 2, 3, 4, 5, 6});
     CHECK(held_out_loss(model, text, 37) == doctest::Approx(seven).epsilon(1e-6));
-    std::vector<int64_t> which;
+    vector<int64_t> which;
     for (int i = 0; i < 100; i++) { which.push_back(i * 13 / 10); }  // of 130
     CHECK(held_out_loss(model, text, 2) == doctest::Approx(mean(text, 2, which)).epsilon(1e-6));
 }
@@ -885,11 +882,11 @@ TEST_CASE("train: a sample draws from softmax(logits)") {
 TEST_CASE("train: texts that are too short, too long, or no files") {
     begin_on(CPU);
     Folder folder;
-    const std::string path = folder / "text";
-    write_file(path, std::string(89, 'a'));
+    const string path = folder / "text";
+    write_file(path, string(89, 'a'));
     CHECK(failure_of([&] { read_text(path, 8); }) ==
           "1: " + path + ": 89 bytes are too few: a tenth has to be longer than a context of 8");
-    write_file(path, std::string(90, 'a'));
+    write_file(path, string(90, 'a'));
     CHECK(read_text(path, 8).bytes.size() == 90);
     CHECK(read_text(path, 8).train == 81);
     CHECK(has(failure_of([&] { read_text(folder / "none", 8); }), "cannot be read: No such file"));
@@ -899,7 +896,7 @@ TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files
                    OnCUDA) {
     if (!begin<D>()) { return; }
     Folder folder;
-    std::string out = folder / "out", dir = "tests/fixtures/";
+    string out = folder / "out", dir = "tests/fixtures/";
     Words good = {"model", "--weights", dir + "model_weights.safetensors", "--batch",
                   dir + "model_batch.safetensors"};
     good.insert(good.end(), {"--num_heads", "2", "--steps", "3", "--lr", "0.01", "--device",
@@ -921,12 +918,12 @@ TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files
     }
     remove(out.c_str());
 
-    auto refused = [&](size_t which, const std::string& value, const char* says) {
-        std::vector<std::string> bad = good;
+    auto refused = [&](size_t which, const string& value, const char* says) {
+        vector<string> bad = good;
         bad[which] = value;
         Run b = run_cs336(bad);
         CHECK(b.exit_code == (value == "no/such/file" || value == "3" ? 2 : 1));
-        CHECK_MESSAGE(b.err.find(says) != std::string::npos, b.err);
+        CHECK_MESSAGE(b.err.find(says) != string::npos, b.err);
         CHECK(std::count(b.err.begin(), b.err.end(), '\n') == 1);
         CHECK(!std::ifstream(out).good());
     };
@@ -935,14 +932,14 @@ TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files
     refused(6, "3", "--d_model 16 is not divisible by --num_heads 3");
     for (int token : {-1, 31}) {  // the vocabulary is 31
         int tokens[2] = {0, token}, targets[2] = {1, 2};
-        std::string batch = folder / "batch";
+        string batch = folder / "batch";
         save_safetensors(batch, {{"tokens", {"I32", {1, 2}, tokens, 8}},
                                  {"targets", {"I32", {1, 2}, targets, 8}}});
         refused(4, batch, "tokens: element 1 is not a token of a vocabulary of 31");
     }
     refused(2, "no/such/file", "no/such/file");
     SafeTensors weights = load_safetensors(good[2]), batch = load_safetensors(good[4]);
-    const std::string bad = folder / "bad", compiled = folder / "compiled", zip = folder / "x.pt";
+    const string bad = folder / "bad", compiled = folder / "compiled", zip = folder / "x.pt";
     SafeTensors changed = weights;
     changed.tensors["_orig_mod.lm_head.weight"] = changed.tensors.at("lm_head.weight");
     save_safetensors(compiled, {changed.tensors.begin(), changed.tensors.end()});
@@ -955,9 +952,7 @@ TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files
     for (const char* width : {"d_model", "d_ff"}) {  // a file in order, except for its width of 0
         auto tensors = weights.tensors;
         for (auto& [name, t] : tensors) {
-            for (int64_t& n : t.shape) {
-                n = n == (width == std::string("d_ff") ? 24 : 16) ? 0 : n;
-            }
+            for (int64_t& n : t.shape) { n = n == (width == string("d_ff") ? 24 : 16) ? 0 : n; }
             t.bytes = count(t.shape) * 4;
         }
         save_safetensors(bad, {tensors.begin(), tensors.end()});
@@ -970,16 +965,14 @@ TEST_CASE_TEMPLATE(
     OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     Folder folder;
-    const std::string small = folder / "small",
-                      weights = "tests/fixtures/model_weights.safetensors";
+    const string small = folder / "small", weights = "tests/fixtures/model_weights.safetensors";
     int tokens[1] = {3}, targets[1] = {5};  // [1,1]: 13 tensors overflow at 65536
     save_safetensors(small, {{"tokens", {"I32", {1, 1}, tokens, 4}},
                              {"targets", {"I32", {1, 1}, targets, 4}}});
-    for (const std::string& batch :
-         {small, std::string("tests/fixtures/model_batch.safetensors")}) {
+    for (const string& batch : {small, string("tests/fixtures/model_batch.safetensors")}) {
         for (const char* mode : {"eager", "fused"}) {
             auto run = [&](const char* precision) {
-                const std::string out = folder / precision;
+                const string out = folder / precision;
                 Run r = run_cs336({"model", "--weights", weights, "--batch", batch, "--num_heads",
                                    "2", "--precision", precision, "--mode", mode, "--steps", "1",
                                    "--out", out, "--device", name_of(D::device)});
@@ -1023,9 +1016,9 @@ TEST_CASE("model command: tensors of a file may lie at odd addresses") {
     const uint16_t halves[2] = {float_to_bf16(1.5f), float_to_bf16(-2)};
     char bytes[17];
     memcpy(bytes + 1, wide, 16);
-    CHECK(to_floats(tensor_from_file({"I64", {2}, bytes + 1, 16})) == std::vector<float>{7, -1});
+    CHECK(to_floats(tensor_from_file({"I64", {2}, bytes + 1, 16})) == vector<float>{7, -1});
     memcpy(bytes + 1, halves, 4);
-    CHECK(to_floats(tensor_from_file({"BF16", {2}, bytes + 1, 4})) == std::vector<float>{1.5f, -2});
+    CHECK(to_floats(tensor_from_file({"BF16", {2}, bytes + 1, 4})) == vector<float>{1.5f, -2});
 }
 TEST_CASE("model: guarded_step unscales before it compares with max_norm, and after") {
     begin_on(CPU);
@@ -1090,7 +1083,7 @@ TEST_CASE("benchmark: benchmarking_script's tables have the columns of the write
               "in seconds; precision bf16, mode eager; batch 1, context length: 32, vocabulary 16, "
               "warmup 2"));
     for (const char* row : {"bf16,eager", "bf16,fused", "fp32,eager", "fp32,fused"}) {
-        CHECK_MESSAGE(has(r.out, std::string("\ncustom,") + row), row, " in: ", r.out);
+        CHECK_MESSAGE(has(r.out, string("\ncustom,") + row), row, " in: ", r.out);
     }
     CHECK(has(r.out,
               "precision fp32, mode eager; batch 1, context length: 32, vocabulary 16, warmup 2, "
@@ -1104,7 +1097,7 @@ TEST_CASE(
         Run r = run_small("benchmarking_script", words);
         REQUIRE_MESSAGE(r.exit_code == 0, r.err);
         Words cells;
-        for (const std::string warmup : {"0", "1", "2", "3", "5"}) {
+        for (const string warmup : {"0", "1", "2", "3", "5"}) {
             if (has(r.out, "\ncustom," + warmup + ",")) { cells.push_back(warmup); }
         }
         CHECK(has(r.out, "# (c) ") == !cells.empty());
@@ -1162,7 +1155,7 @@ TEST_CASE("benchmark: no CPU has a known peak") {
 TEST_CASE("benchmark: a single step has no deviation") {
     Run r = run_small("benchmarking_script", {"--steps", "1", "--warmup", "0"});
     REQUIRE_MESSAGE(r.exit_code == 0, r.err);
-    for (const std::string& cell : column(r.out, "fwbw_std_ms")) { CHECK(cell == ""); }
+    for (const string& cell : column(r.out, "fwbw_std_ms")) { CHECK(cell == ""); }
     CHECK(!has(r.out, "standard deviation is"));
 }
 static Options small_run() {
@@ -1195,7 +1188,7 @@ TEST_CASE("benchmark: whole steps show the peak that was seen, and the optimizer
     r.pass[OPT_ONLY].ms = {7, 2, 7, 7, 7, 2};
     Sweep s;
     s.o.warmup = {0};
-    const std::string text = printed([&] { print_whole_steps({{"", {r}}}, s); });
+    const string text = printed([&] { print_whole_steps({{"", {r}}}, s); });
     CHECK(column(text, "peak step MiB") == Words{"2"});
     CHECK(column(text, "opt_mean_ms") == Words{"7.00"});
     CHECK(column(text, "step_mean_ms") == Words{"20.00"});
@@ -1225,7 +1218,7 @@ TEST_CASE_TEMPLATE("gradient_checkpointing (b): what is predicted is what happen
     if (!begin<D>()) { return; }
     for (Mode mode : {EAGER, FUSED}) {
         context.mode = mode;
-        const std::vector<CheckpointRun> runs =
+        const vector<CheckpointRun> runs =
             run_checkpoints({"custom", 48, 96, 5, 3, 50}, small_run());
         REQUIRE(runs.size() == 4);  // 1, 2, 4, none; no 8 of 5 blocks
         for (const CheckpointRun& r : runs) {
@@ -1296,14 +1289,13 @@ static StepRun step_run(const char* size, Precision precision, Mode mode, PassRu
 }
 
 TEST_CASE("answers step: benchmarking_script (b)") {
-    auto times = [](const std::vector<StepRun>& runs) {
+    auto times = [](const vector<StepRun>& runs) {
         return printed([&] { answer_step_times(runs); });
     };
-    std::vector<StepRun> runs = {step_run("small", FP32, FLASH, took(6.72, 0.01), took(13.51, 0.01),
-                                          took(20.33, 0.01), took(21.25, 0.04), took(0.92, 0.01)),
-                                 step_run("2.7B", FP32, FLASH, took(145.16, 1.55),
-                                          took(299.56, 0.03), took(443.72, 0.04),
-                                          took(466.31, 0.04), took(22.59, 0.1))};
+    vector<StepRun> runs = {step_run("small", FP32, FLASH, took(6.72, 0.01), took(13.51, 0.01),
+                                     took(20.33, 0.01), took(21.25, 0.04), took(0.92, 0.01)),
+                            step_run("2.7B", FP32, FLASH, took(145.16, 1.55), took(299.56, 0.03),
+                                     took(443.72, 0.04), took(466.31, 0.04), took(22.59, 0.1))};
     check_says(
         times(runs),
         {"**(b)** In fp32, mode flash, the largest that ran takes 145.16 ms for forward of 2.7B, "
@@ -1327,14 +1319,13 @@ TEST_CASE("answers step: benchmarking_script (c)") {
     auto said = [&](const StepRun& run) {
         return printed([&] { answer_warmup(run, {0, 1, 2}, 3); });
     };
-    auto run = [](Mode mode, const std::vector<double>& forward,
-                  const std::vector<double>& backward = {}) {
+    auto run = [](Mode mode, const vector<double>& forward, const vector<double>& backward = {}) {
         StepRun r = step_run("small", FP32, mode, {}, {}, {});
         r.pass[FW].all = forward;
         r.pass[BW_ONLY].all = backward;
         return after_warmup(r, 2, 3);
     };
-    const std::vector<double> level = {60, 60, 60, 60, 61};
+    const vector<double> level = {60, 60, 60, 60, 61};
     check_says(said(run(EAGER, {80, 26, 20, 20, 20}, {50, 40, 40, 40, 40})),
                {"**(c)** Against 2 warm-up steps, forward of small is 2.10 times as long with 0 "
                 "(step 1: 80.00 ms) and 1.10 times as long with 1 (step 2: 26.00 ms).\n",
@@ -1342,11 +1333,11 @@ TEST_CASE("answers step: benchmarking_script (c)") {
                 "(step 1: 50.00 ms) and level with 1.\n",
                 "**(c)** The first step also loads the kernels' code, creates the cuBLAS handle "
                 "and grows the memory pool, which raises mean and standard deviation.\n"});
-    const std::string warm = said(run(EAGER, level, level));
+    const string warm = said(run(EAGER, level, level));
     CHECK(has(warm, "forward of small is level with 0 and level with 1.\n"));
     CHECK(!has(warm, "The first step also"));
     // Where the second step is slow, not the first, nothing is loaded.
-    const std::string second = said(run(EAGER, {20, 80, 20, 20, 20}));
+    const string second = said(run(EAGER, {20, 80, 20, 20, 20}));
     CHECK(has(second,
               "2.00 times as long with 0 (step 2: 80.00 ms) and 2.00 times as long with 1 (step 2: "
               "80.00 ms)"));
@@ -1359,7 +1350,7 @@ TEST_CASE("answers step: benchmarking_script (c)") {
               "memory pool; the second captures the CUDA graphs, which"));
     CHECK(!has(said(run(EAGER, {80, 20, 20, 20, 20})), "captures"));
     context.device = CPU;
-    const std::string cpu = said(run(FLASH, level, {90, 60, 60, 60, 61}));
+    const string cpu = said(run(FLASH, level, {90, 60, 60, 60, 61}));
     CHECK(has(cpu, "The first step also touches its memory for the first time, which"));
     fast_ways = before;
 }
@@ -1399,7 +1390,7 @@ TEST_CASE(
     CHECK(has(said(), " Out of memory in compiled: forward+backward+optimizer of 2.7B.\n"));
 }
 TEST_CASE("answers step: gradient_checkpointing") {
-    std::vector<CheckpointRun> runs;
+    vector<CheckpointRun> runs;
     for (const auto& [name, mib] :
          {std::pair<const char*, int>{"1", 62651}, {"2", 68753}, {"4", 80957}, {"none", 251782}}) {
         runs.push_back({checkpointing_from(name), (mib + 7000ull) << 20, took(6199.34, 1)});

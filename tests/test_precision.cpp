@@ -30,7 +30,7 @@ TEST_CASE(
     "precision: all 65,536 patterns of fp16 and bf16 mean what the format says, and survive a "
     "round trip") {
     for (const Format& f : FORMATS) {
-        CAPTURE(std::string(f.name));
+        CAPTURE(string(f.name));
         int wrong = 0, nans = 0;
         for (int bits = 0; bits < 65536; bits++) {
             int magnitude = bits & 0x7fff;
@@ -57,7 +57,7 @@ TEST_CASE(
 
 TEST_CASE("precision: rounding goes to the nearest number, and from halfway to the even one") {
     for (const Format& f : FORMATS) {
-        CAPTURE(std::string(f.name));
+        CAPTURE(string(f.name));
         int wrong = 0, halfway = 0;
         // the upper neighbour of the last one is infinity
         for (int low = 0; low < f.infinity(); low++) {
@@ -109,7 +109,7 @@ TEST_CASE("precision: 0.01 a thousand times") {
 }
 
 TEST_CASE("precision: mixed_precision_accumulation's table and answer") {
-    const std::string text = printed([] { cmd_mixed_precision_accumulation({}); });
+    const string text = printed([] { cmd_mixed_precision_accumulation({}); });
     for (const char* phrase :
          {"| fp32 += fp32(fp16) | 10.0021362 |", "| bf16 += bf16       |  4.0000000 |",
           "1000 times 0.01 is 10.0001 in fp32 and 9.9531 in fp16. With fp16 addends the fp32 sum "
@@ -121,13 +121,13 @@ TEST_CASE("precision: mixed_precision_accumulation's table and answer") {
 
 TEST_CASE_TEMPLATE("precision: ToyModel's dtypes under autocast", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    const std::map<Precision, std::string> lows = {
+    const std::map<Precision, string> lows = {
         {PREC_FP16, "float16"}, {PREC_BF16, "bfloat16"}, {FP32, "float32"}};
     for (Precision precision : {PREC_FP16, PREC_BF16, FP32}) {
-        const std::string low = lows.at(precision);
+        const string low = lows.at(precision);
         CAPTURE(low);
         context.recording = false;  // it records by itself, and leaves the context as it was
-        const std::vector<DType> t = toy_model_dtypes(precision);
+        const vector<DType> t = toy_model_dtypes(precision);
         CHECK(context.precision == FP32);
         CHECK(!context.recording);
         for (int i : {1, 3}) { CHECK(name_of(t[i]) == low); }  // the first layer's output, logits

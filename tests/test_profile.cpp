@@ -9,9 +9,9 @@
 
 #include <sys/syscall.h>
 
-static Run run_words(const std::string& words) {  // of the program, parted by blanks
+static Run run_words(const string& words) {  // of the program, parted by blanks
     std::istringstream text(words);
-    return run_cs336({std::istream_iterator<std::string>(text), {}});
+    return run_cs336({std::istream_iterator<string>(text), {}});
 }
 static bool has_python() {
     if (system("python3 -c 'import json, pickle' 2>/dev/null") == 0) { return true; }
@@ -19,7 +19,7 @@ static bool has_python() {
     return false;
 }
 // what the script prints
-static std::string python(const std::string& script, const std::string& argument) {
+static string python(const string& script, const string& argument) {
     Folder folder;
     write_file(folder / "check.py", script);
     Run r = run_shell("python3 " + folder / "check.py" + " " + argument);
@@ -37,7 +37,7 @@ TEST_CASE("profile: ranges nest, each thread's by themselves") {
         Range before("before the trace");
         start_tracing();
         Range step("step"), inner("forward");
-        std::vector<std::thread> threads;
+        vector<std::thread> threads;
         for (int i = 0; i < 4; i++) {
             threads.emplace_back([] {
                 for (int k = 0; k < 100; k++) { Range outer("outer"), inner("inner"); }
@@ -46,9 +46,9 @@ TEST_CASE("profile: ranges nest, each thread's by themselves") {
         for (std::thread& t : threads) { t.join(); }
     }
     const Trace trace = stop_tracing();
-    std::map<std::string, int> paths;
-    for (const std::string& path : range_paths(trace)) { paths[path]++; }
-    CHECK(paths == std::map<std::string, int>{
+    std::map<string, int> paths;
+    for (const string& path : range_paths(trace)) { paths[path]++; }
+    CHECK(paths == std::map<string, int>{
                        {"step", 1}, {"step/forward", 1}, {"outer", 400}, {"outer/inner", 400}});
     std::set<int> threads;
     for (const TracedRange& r : trace.ranges) {
@@ -75,7 +75,7 @@ TEST_CASE("profile: a trace knows nothing of the one before") {
     backward_from(y, y);
     { Range range("new"); }
     open.reset();
-    CHECK(range_paths(stop_tracing()) == std::vector<std::string>{"forward", "new"});
+    CHECK(range_paths(stop_tracing()) == vector<string>{"forward", "new"});
 }
 TEST_CASE("profile: backward's work stands where the forward recorded it") {
     begin_on(CPU);
@@ -91,7 +91,7 @@ TEST_CASE("profile: backward's work stands where the forward recorded it") {
         backward_from(y, y);
     }
     Trace trace = stop_tracing();
-    const std::vector<std::string> paths = range_paths(trace);
+    const vector<string> paths = range_paths(trace);
     for (const char* path :
          {"step/forward/layer/attention/matmul", "step/backward/layer/attention/matmul"}) {
         CHECK(std::count(paths.begin(), paths.end(), path) >= 1);
@@ -152,14 +152,13 @@ TEST_CASE("profile: kernel names") {
     CHECK(short_kernel_name("void (anonymous namespace)::g(int)") == "g");
     CHECK(short_kernel_name("adamw_kernel(long)") == "adamw_kernel");
     CHECK(short_kernel_name("nvjet_x") == "nvjet_x");
-    for (const std::string& name :
-         {std::string("for_each_kernel<Elementwise<2, 4, float, Mul> >"),
-          std::string("cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nn_align1>"),
-          std::string(
-              "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1"),
-          std::string("reduce_rows_kernel<Sum>")}) {
+    for (const string& name :
+         {string("for_each_kernel<Elementwise<2, 4, float, Mul> >"),
+          string("cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nn_align1>"),
+          string("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1"),
+          string("reduce_rows_kernel<Sum>")}) {
         begin_on(CPU);
-        const std::string cell = name_cell(name);
+        const string cell = name_cell(name);
         CAPTURE(cell);
         CHECK((cell.size() > 2 && cell.size() <= 27 && cell.front() == '`' && cell.back() == '`'));
         CHECK(has(name, cell.substr(1, cell.size() - 2)));  // a search for it finds the name
@@ -196,9 +195,9 @@ print(len(rows), sum(map(len, rows.values())), json.dumps(sorted(names)), json.d
 TEST_CASE("profile: a trace file is JSON whose slices nest") {
     if (!has_python()) { return; }
     Folder folder;
-    const std::string file = folder / "trace.json";
+    const string file = folder / "trace.json";
     write_trace(file, {made_up_trace()}, "a \"caption\"");
-    const std::string text = python(check_trace, file);
+    const string text = python(check_trace, file);
     // Two threads, stream 7 with its overlapping slice on a row of its own, stream 8; 6 ranges and
     // 5 pieces of work.
     for (const char* part : {"5 11 ", R"("soft\"max\\\n")", R"("softmax_kernel<float>")",
@@ -233,14 +232,14 @@ TEST_CASE("profile: ranges go forward where the system's clock is set back") {
     CHECK(trace.ranges[0].end >= trace.ranges[0].start);
     CHECK(trace.ranges[0].end - trace.ranges[0].start < 1000000000);
 }
-static const std::string TINY =
+static const string TINY =
     " --device cpu --d_model 32 --num_layers 2 --num_heads 2 --d_ff 64 --vocab_size 50 ";
 TEST_CASE("profile: --trace of a command") {
     if (!has_python()) { return; }
     Folder folder;
     Run r = run_words("nsys_profile --quick --trace " + folder / "command.json" + TINY);
     REQUIRE_MESSAGE(r.exit_code == 0, r.err);
-    const std::string text = python(check_trace, folder / "command.json");
+    const string text = python(check_trace, folder / "command.json");
     for (const char* range : {"forward", "layer", "attention", "ffn", "matmul", "softmax", "rope",
                               "swiglu", "rmsnorm", "loss", "backward", "optimizer"}) {
         CHECK(has(text, strprintf("\"%s\"", range)));
@@ -302,12 +301,12 @@ TEST_CASE("profile: kernels add up to the step's time, and each has its range") 
         time_queued_ms(
             2, 1, [] {}, step);
         start_tracing();
-        std::vector<double> times = time_queued_ms(
+        vector<double> times = time_queued_ms(
             0, 5, [] {}, step);
         Trace trace = stop_tracing();
         if (!trace.no_kernels.empty()) { return skip_this_case(trace.no_kernels.c_str()); }
         double events = stats_of(times).mean * 5e6, kernels = 0;
-        std::vector<std::string> paths = range_paths(trace);
+        vector<string> paths = range_paths(trace);
         int outside = 0, in_backward = 0;
         for (const TracedWork& w : trace.work) {
             kernels += w.end - w.start;
@@ -382,7 +381,7 @@ TEST_CASE_TEMPLATE("memory log: every event with its bytes, category, ranges and
     mul(before, before);
     before = Tensor();
     empty({0}, F32);  // nothing comes or goes
-    std::vector<MemoryEvent> log = stop_memory_log();
+    vector<MemoryEvent> log = stop_memory_log();
 
     size_t first = 0, held_in_log = 0;  // what was there already comes first
     while (first < log.size() && log[first].ms == 0) { held_in_log += log[first++].bytes; }
@@ -391,18 +390,18 @@ TEST_CASE_TEMPLATE("memory log: every event with its bytes, category, ranges and
     const MemoryEvent &alloc = log[first], &free = log[first + 1], &product = log[first + 2],
                       &last = log[first + 4];
     CHECK((alloc.is_alloc && alloc.bytes == 1024 && alloc.category == GRADIENTS));
-    CHECK(alloc.ranges == std::vector<const char*>{"outer", "inner"});
+    CHECK(alloc.ranges == vector<const char*>{"outer", "inner"});
     CHECK(alloc.at.line == line);
     CHECK(has(alloc.at.file, "test_profile.cpp"));
     CHECK((!free.is_alloc && free.address == alloc.address && free.bytes == 1024 &&
            free.ms >= alloc.ms));
-    CHECK(std::string(product.at.function) == "mul");  // an operation's own line
+    CHECK(string(product.at.function) == "mul");  // an operation's own line
     CHECK(has(product.at.file, "lib/tensor.cu"));
     CHECK((!last.is_alloc && last.bytes == 400 && last.category == INPUTS));
 }
 
 // fails unless allocations and frees pair up by address
-static size_t peak_of(const std::vector<MemoryEvent>& log) {
+static size_t peak_of(const vector<MemoryEvent>& log) {
     std::map<uint64_t, size_t> held;
     size_t now = 0, peak = 0;
     for (const MemoryEvent& e : log) {
@@ -417,7 +416,7 @@ static size_t peak_of(const std::vector<MemoryEvent>& log) {
     }
     return peak;
 }
-static std::vector<MemoryEvent> log_of_step(Device device) {
+static vector<MemoryEvent> log_of_step(Device device) {
     ModelConfig c = {"tiny", 64, 128, 3, 4, 100};
     Model model = random_model(c, 0);
     Batch batch = random_batch(2, 16, c.vocab_size, 0);
@@ -436,10 +435,10 @@ TEST_CASE_TEMPLATE("memory log: its peak is the allocator's, in every mode and p
         for (Precision precision : {FP32, PREC_BF16}) {
             context.mode = mode;
             context.precision = precision;
-            std::vector<MemoryEvent> log = log_of_step(D::device);
+            vector<MemoryEvent> log = log_of_step(D::device);
             CHECK(peak_of(log) == memory_use(D::device).peak);
             std::set<Category> seen;
-            std::set<std::string> paths;
+            std::set<string> paths;
             for (const MemoryEvent& e : log) {
                 seen.insert(e.category);
                 paths.insert(path_of(e));
@@ -458,7 +457,7 @@ TEST_CASE_TEMPLATE("memory log: its peak is the allocator's, in every mode and p
 TEST_CASE("memory log: threads may free what others allocated") {
     begin_on(CPU);
     start_memory_log(CPU);
-    std::vector<std::thread> threads;
+    vector<std::thread> threads;
     for (int i = 0; i < 4; i++) {
         threads.emplace_back([] {
             for (int k = 0; k < 500; k++) { allocate(CPU, 64 + k, WORKSPACE); }
@@ -467,7 +466,7 @@ TEST_CASE("memory log: threads may free what others allocated") {
     Tensor t = empty({1000}, F32);
     threads.emplace_back([taken = std::move(t)]() mutable { taken = Tensor(); });
     for (std::thread& thread : threads) { thread.join(); }
-    std::vector<MemoryEvent> log = stop_memory_log();
+    vector<MemoryEvent> log = stop_memory_log();
     CHECK(log.size() >= 4002);
     CHECK(peak_of(log) >= 4000);
 }
@@ -503,12 +502,12 @@ print(len(trace), peak, now)
 TEST_CASE("snapshot: Python reads the pickle, and finds our log in it") {
     if (!begin_on(CPU) || !has_python()) { return; }
     context.mode = EAGER;
-    std::vector<MemoryEvent> log = log_of_step(CPU);
+    vector<MemoryEvent> log = log_of_step(CPU);
     size_t now = 0;
     REQUIRE(log.size() > 1000);  // more than a batch of events
     for (const MemoryEvent& e : log) { now += e.is_alloc ? e.bytes : -e.bytes; }
     Folder folder;
-    const std::string file = folder / "snapshot.pickle";
+    const string file = folder / "snapshot.pickle";
     save_file(file, snapshot_pickle(log));
     CHECK(python(check_pickle, file) ==
           strprintf("%zu %zu %zu\n", log.size() + 1, peak_of(log), now));
@@ -518,7 +517,7 @@ TEST_CASE("snapshot: Python reads the pickle, and finds our log in it") {
 
 TEST_CASE("memory_profiling: tables and files") {
     Folder folder;
-    const std::string call = "memory_profiling --device cpu --size small --context_length 32 ";
+    const string call = "memory_profiling --device cpu --size small --context_length 32 ";
     Run r = run_words(call + "--precision fp32 --format csv --out " + folder / "new");
     CHECK(r.exit_code == 0);
     CHECK(has(r.out, "4 x 32 x 768 x 4 / 1024^2 = 0.4 MiB"));
@@ -610,14 +609,14 @@ static const ModelConfig& size_of_2025(const char* name) {
 // NVIDIA H200, fp32, mode eager, batch 4, 2.7B at 1024, commit c844bce; one pass, kernels joined.
 static ProfileRun recorded() {
     ProfileRun r{size_of_2025("2.7B"), 4, 1024, 1};
-    auto ms = [](double ms) { return std::vector<double>{ms * 1e6}; };
-    const std::string xmma =
+    auto ms = [](double ms) { return vector<double>{ms * 1e6}; };
+    const string xmma =
         "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma_aligna4_"
         "alignc4_execute_kernel__5x_cublas";
     r.forward.ms = stats_of({731.688});
     r.step.ms = stats_of({2244.641});
     r.in_trace = stats_of({731.049});
-    r.forward.kernels = {{xmma, "forward/layer/ffn/matmul", std::vector<double>(64, 292.5e6 / 64)},
+    r.forward.kernels = {{xmma, "forward/layer/ffn/matmul", vector<double>(64, 292.5e6 / 64)},
                          {xmma, "forward/lm_head/matmul", ms(5)},
                          {"other", "forward/layer/projections/matmul", ms(295.9)},
                          {"qk", "forward/layer/attention/scores/matmul", ms(41.611)},
@@ -628,12 +627,12 @@ static ProfileRun recorded() {
                       {"adamw", "step/optimizer", ms(101.947)}};
     return r;
 }
-static std::string said(const ProfileRun& r) {
+static string said(const ProfileRun& r) {
     return printed([&] { answer_nsys_profile(r); });
 }
-static void check_said(const std::string& text, const std::vector<const char*>& all) {
+static void check_said(const string& text, const vector<const char*>& all) {
     for (const char* words : all) {
-        CHECK_MESSAGE(has(text, words), (std::string(words) + "\n" + text));
+        CHECK_MESSAGE(has(text, words), (string(words) + "\n" + text));
     }
     CHECK(!has(text, "nan"));
 }
@@ -665,7 +664,7 @@ TEST_CASE("answers profile: nsys_profile on an H200") {
     runs[1].step.oom = 1;
     runs[3].forward.oom = 1;
     runs[3].step.oom = 1;
-    using Answered = std::vector<const ProfileRun*>;
+    using Answered = vector<const ProfileRun*>;
     CHECK(answered(runs, true) == Answered{&runs[0], &runs[2]});
     CHECK(answered(runs, false) == Answered{&runs[2]});
     CHECK(answered({runs[3]}, true).empty());
@@ -683,7 +682,7 @@ TEST_CASE("answers profile: nsys_profile on an H200") {
     r.forward.kernels.clear();
     r.no_kernels = "nsys is attached";
     r.in_trace = stats_of({NAN});
-    const std::string text = said(r);
+    const string text = said(r);
     check_said(
         text,
         {"by the clock; no kernels were traced: nsys is attached (2.7B at context length 1024)."});
@@ -693,7 +692,7 @@ TEST_CASE("answers profile: nsys_profile on an H200") {
 TEST_CASE("answers profile: clock and trace match within their noise only") {
     begin_on(CPU);
     ProfileRun r = recorded();
-    auto times = [&](const std::vector<double>& clock, const std::vector<double>& trace) {
+    auto times = [&](const vector<double>& clock, const vector<double>& trace) {
         r.forward.ms = stats_of(clock);
         r.in_trace = stats_of(trace);
         return said(r);
@@ -713,7 +712,7 @@ TEST_CASE("profile: the cells of nsys_profile's tables") {
     r.forward.ms = stats_of({700, 710, 750});
     r.in_trace = stats_of({756});
     r.step.oom = (size_t)100 << 30;
-    std::string text = printed([&] { print_clock_and_trace({r}, ""); });
+    string text = printed([&] { print_clock_and_trace({r}, ""); });
     auto cell = [&](const char* name) { return column(text, name).at(0); };
     CHECK(cell("forward ms") == "720.000");
     CHECK(has(text, " 720.000 | 26.458 | "));
@@ -740,17 +739,18 @@ TEST_CASE("profile: the cells of nsys_profile's tables") {
                       {"a", "step/backward", {10 * ns, 20 * ns}}};
     text = printed([&] { print_top_kernels({r}, ""); });
     // the optimizer is no part of backward
-    CHECK(column(text, "%") == std::vector<std::string>{"43.1", "100.0"});
-    CHECK(column(text, "times per pass") == std::vector<std::string>{"32.5", "1"});
+    CHECK(column(text, "%") == vector<string>{"43.1", "100.0"});
+    CHECK(column(text, "times per pass") == vector<string>{"32.5", "1"});
     CHECK(column(text, "name").at(1) == "`a`");
 
     const Kernels three = {
         {"a", "", {1 * ns, 2 * ns}}, {"a", "", {9 * ns}}, {"b", "", {3e5}}, {"b", "", {3e5}}};
     text = printed([&] { print_summary(three, 2, ""); });
-    const std::map<std::string, std::string> first = {
-        {"Time", "95.2%"},  {"Total Time", "6.00 ms"}, {"Instances", "1.5"},
-        {"Avg", "4.00 ms"}, {"Med", "2.00 ms"},        {"Min", "1.00 ms"},
-        {"Max", "9.00 ms"}, {"StdDev", "4.36 ms"},     {"Name", "`a`"}};
+    const std::map<string, string> first = {{"Time", "95.2%"},    {"Total Time", "6.00 ms"},
+                                            {"Instances", "1.5"}, {"Avg", "4.00 ms"},
+                                            {"Med", "2.00 ms"},   {"Min", "1.00 ms"},
+                                            {"Max", "9.00 ms"},   {"StdDev", "4.36 ms"},
+                                            {"Name", "`a`"}};
     for (const auto& [name, is] : first) { CHECK_MESSAGE(cell(name.c_str()) == is, name); }
     CHECK(column(text, "Total Time").at(1) == "300.00 μs");
     CHECK(column(text, "Instances").at(1) == "1");
@@ -801,7 +801,7 @@ static MemoryRuns recorded_memory() {
     block.formula = 419450880;
     return runs;
 }
-static std::string said(const MemoryRuns& runs) {
+static string said(const MemoryRuns& runs) {
     return printed([&] { answer_memory_profiling(runs); });
 }
 TEST_CASE("answers profile: memory_profiling on an H200") {
@@ -836,7 +836,7 @@ TEST_CASE("answers profile: memory_profiling on an H200") {
     // the logits', once; no block of 128 tokens
     runs[1].peak_in = "forward/lm_head";
     runs[0].block.oom = 1;
-    const std::string text = said(runs);
+    const string text = said(runs);
     check_said(text, {"it has one peak, in forward/lm_head, 504.5 MiB at context length 512.",
                       "**(a)** A step changes memory per block by +6502.1 MiB in forward, -6102.0 "
                       "in backward (512 tokens)."});

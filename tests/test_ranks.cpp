@@ -19,7 +19,7 @@ static void check_collectives(const Communicator& c) {
     for (DType dtype : {F32, BF16}) {
         for (int64_t n : {12, 60, 996, 70008}) {  // of 1, 2, 3 or 4 equal parts
             auto value = [](int rank, int64_t i) { return (float)((i * 7 + rank * 3) % 13); };
-            std::vector<float> mine(n), sum(n);
+            vector<float> mine(n), sum(n);
             for (int r = 0; r < c.world; r++) {
                 for (int64_t i = 0; i < n; i++) { sum[i] += value(r, i); }
             }
@@ -34,10 +34,10 @@ static void check_collectives(const Communicator& c) {
                                broadcast(c, sent, c.world - 1),
                                reduce_scatter(c, scattered, AVERAGE)};
             for (int k : {2, 0, 3, 1}) { wait(c, works[k]); }
-            const std::vector<float> reduced = to_floats(added), means = to_floats(averaged);
-            const std::vector<float> received = to_floats(sent), parts = to_floats(scattered);
+            const vector<float> reduced = to_floats(added), means = to_floats(averaged);
+            const vector<float> received = to_floats(sent), parts = to_floats(scattered);
             wait(c, all_gather(c, scattered));
-            const std::vector<float> gathered = to_floats(scattered);
+            const vector<float> gathered = to_floats(scattered);
 
             int wrong = 0;
             for (int64_t i = 0; i < n; i++) {
@@ -57,7 +57,7 @@ static void check_collectives(const Communicator& c) {
     if (c.world > 1) {
         CHECK(has(failure_of([&] { all_gather(c, odd); }), "equal parts"));
     }
-    std::vector<std::string> texts = gather_text(c, "from " + std::to_string(c.rank));
+    vector<string> texts = gather_text(c, "from " + std::to_string(c.rank));
     REQUIRE((int)texts.size() == c.world);
     for (int r = 0; r < c.world; r++) { CHECK(texts[r] == "from " + std::to_string(r)); }
 }
@@ -102,8 +102,7 @@ static void check_shared_buffers(const Communicator& c) {
         fill_normal(own, step, c.rank, 0, 1);
         fill_normal(sum, step, c.rank, 1, 1);
         delay(1);
-        const std::vector<WorkPtr> works = {all_gather(c, whole, own),
-                                            all_reduce(c, sum, SUM, true)};
+        const vector<WorkPtr> works = {all_gather(c, whole, own), all_reduce(c, sum, SUM, true)};
         delay(2);
         for (int r = 0; r < c.world; r++) {
             fill_normal(view(expected, r * part, {part}), step, r, 0, 1);
@@ -133,10 +132,10 @@ struct Started {  // a process of the program, and the files that take its outpu
     double at_ms;
 };
 // Starts the program with these words and, beside ours, these environment variables.
-static Started start(std::vector<std::string> words, std::vector<std::string> variables = {}) {
+static Started start(vector<string> words, vector<string> variables = {}) {
     words.insert(words.begin(), program());
-    std::vector<char*> argv;
-    for (std::string& w : words) { argv.push_back(w.data()); }
+    vector<char*> argv;
+    for (string& w : words) { argv.push_back(w.data()); }
     argv.push_back(nullptr);
     Started s{0, tmpfile(), tmpfile(), now_ms()};
     REQUIRE(s.out);
@@ -147,7 +146,7 @@ static Started start(std::vector<std::string> words, std::vector<std::string> va
     if (s.pid == 0) {
         dup2(fileno(s.out), 1);
         dup2(fileno(s.err), 2);
-        for (std::string& v : variables) { putenv(v.data()); }
+        for (string& v : variables) { putenv(v.data()); }
         execv(argv[0], argv.data());
         _exit(127);
     }
@@ -155,7 +154,7 @@ static Started start(std::vector<std::string> words, std::vector<std::string> va
 }
 struct Ended {
     int exit_code;
-    std::string err, out;
+    string err, out;
     int lines;
     double ms;   // since `since`
     int signal;  // that ended it; 0: none
@@ -180,16 +179,16 @@ static Ended finish(const Started& s, double since) {
     fclose(s.err);
     return e;
 }
-static std::vector<pid_t> children_of(pid_t pid) {
+static vector<pid_t> children_of(pid_t pid) {
     std::ifstream file("/proc/" + std::to_string(pid) + "/task/" + std::to_string(pid) +
                        "/children");
-    std::vector<pid_t> all;
+    vector<pid_t> all;
     for (pid_t child; file >> child;) { all.push_back(child); }
     return all;
 }
-static std::string variable_of(pid_t pid, const std::string& name) {
+static string variable_of(pid_t pid, const string& name) {
     std::ifstream file("/proc/" + std::to_string(pid) + "/environ");
-    for (std::string v; std::getline(file, v, '\0');) {
+    for (string v; std::getline(file, v, '\0');) {
         if (v.compare(0, name.size() + 1, name + "=") == 0) { return v.substr(name.size() + 1); }
     }
     return "";
@@ -208,12 +207,12 @@ static pid_t rank_of_launcher(pid_t launcher, int rank) {
 }
 static bool gone(pid_t pid) {  // or a zombie that nobody has fetched yet
     std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-    std::string text;
+    string text;
     std::getline(file, text);
     return text.empty() || text[text.rfind(')') + 2] == 'Z';
 }
-static std::vector<std::string> long_run(const char* device = "cpu", const char* backend = "gloo",
-                                         const char* ranks = "3") {
+static vector<string> long_run(const char* device = "cpu", const char* backend = "gloo",
+                               const char* ranks = "3") {
     return {"distributed_communication_single_node",
             "--nproc",
             ranks,
@@ -229,10 +228,10 @@ static std::vector<std::string> long_run(const char* device = "cpu", const char*
 
 // The signal that rank `victim` of this command gets ends all its ranks, in one line that names
 // that rank.
-static void check_failure(const std::vector<std::string>& command, int number, int victim,
+static void check_failure(const vector<string>& command, int number, int victim,
                           double seconds_before) {
     Started s = start(command);
-    std::vector<pid_t> ranks;
+    vector<pid_t> ranks;
     for (int r = 0; r < std::stoi(command[2]); r++) { ranks.push_back(rank_of_launcher(s.pid, r)); }
     usleep((unsigned)(seconds_before * 1e6));
     double since = now_ms();
@@ -256,7 +255,7 @@ TEST_CASE("ranks: one that is killed, or stalls, ends all within the timeout and
 TEST_CASE("ranks: the same over NCCL") {
     if (lacks("nccl", CUDA, 2)) { return; }
     for (int number : {SIGKILL, SIGSTOP}) {
-        const std::string n = std::to_string(std::min(4, cuda_devices()));
+        const string n = std::to_string(std::min(4, cuda_devices()));
         for (int victim : {0, std::stoi(n) / 2}) {
             check_failure(long_run("cuda", "nccl", n.c_str()), number, victim, 4);
         }
@@ -266,7 +265,7 @@ TEST_CASE("ranks: signals to the launcher reach all, and no rank outlives it") {
     if (lacks("gloo", CPU, 3)) { return; }
     for (int number : {SIGTERM, SIGINT, SIGKILL}) {
         Started s = start(long_run());
-        std::vector<pid_t> ranks;
+        vector<pid_t> ranks;
         for (int r = 0; r < 3; r++) { ranks.push_back(rank_of_launcher(s.pid, r)); }
         usleep(300000);
         kill(s.pid, number);
@@ -277,37 +276,37 @@ TEST_CASE("ranks: signals to the launcher reach all, and no rank outlives it") {
     }
 }
 
-static std::vector<std::string> as_rank(int rank, int world, const Folder& folder) {
+static vector<string> as_rank(int rank, int world, const Folder& folder) {
     return {"RANK=" + std::to_string(rank), "WORLD_SIZE=" + std::to_string(world),
             "CS336_RENDEZVOUS=" + folder.path};
 }
 // In the next tests there is no launcher of ours: a rank notices by itself that another one is
 // gone.
-static std::string text_so_far(FILE* file) {
-    std::string text(1 << 16, 0);
+static string text_so_far(FILE* file) {
+    string text(1 << 16, 0);
     text.resize(std::max<ssize_t>(0, pread(fileno(file), text.data(), text.size(), 0)));
     return text;
 }
 TEST_CASE("ranks: without a launcher, one that dies while the others wait for its text is named") {
     if (lacks("gloo", CPU, 2)) { return; }
     Folder folder;
-    const std::vector<std::string> words = {"naive_ddp_benchmarking",
-                                            "--device",
-                                            "cpu",
-                                            "--d_model",
-                                            "16",
-                                            "--d_ff",
-                                            "32",
-                                            "--num_layers",
-                                            "1",
-                                            "--num_heads",
-                                            "1",
-                                            "--steps",
-                                            "60",
-                                            "--timeout",
-                                            "2",
-                                            "--context_length",
-                                            "64"};
+    const vector<string> words = {"naive_ddp_benchmarking",
+                                  "--device",
+                                  "cpu",
+                                  "--d_model",
+                                  "16",
+                                  "--d_ff",
+                                  "32",
+                                  "--num_layers",
+                                  "1",
+                                  "--num_heads",
+                                  "1",
+                                  "--steps",
+                                  "60",
+                                  "--timeout",
+                                  "2",
+                                  "--context_length",
+                                  "64"};
     Started zero = start(words, as_rank(0, 2, folder)), one = start(words, as_rank(1, 2, folder));
     for (int tries = 0; tries < 15000 && !has(text_so_far(zero.err), "one process: Step 1/");
          tries++) {
@@ -325,7 +324,7 @@ TEST_CASE("ranks: without a launcher, one that dies while the others wait for it
 TEST_CASE("ranks: without a launcher, a collective has a deadline") {
     if (lacks("gloo", CPU, 2)) { return; }
     Folder folder;
-    std::vector<std::string> words = long_run();
+    vector<string> words = long_run();
     words.erase(words.begin() + 1, words.begin() + 3);  // --nproc
     Started zero = start(words, as_rank(0, 2, folder)), one = start(words, as_rank(1, 2, folder));
     usleep(1500000);
@@ -340,8 +339,8 @@ TEST_CASE("ranks: without a launcher, a collective has a deadline") {
     CHECK(e.ms > 2500);
     CHECK(e.ms < 5500);
 }
-static const std::vector<std::string> short_run = {
-    "naive_ddp", "--device", "cpu", "--backend", "gloo", "--quick", "--timeout", "3"};
+static const vector<string> short_run = {"naive_ddp", "--device", "cpu",       "--backend",
+                                         "gloo",      "--quick",  "--timeout", "3"};
 TEST_CASE(
     "ranks: one that never comes, the same number twice, a folder that is none are named within "
     "the timeout") {
@@ -373,8 +372,8 @@ TEST_CASE(
 TEST_CASE("ranks: the folder is its owner's alone, and gone when the job is") {
     if (lacks("gloo", CPU, 2)) { return; }
     Folder folder;
-    const std::string name = folder / ("cs336-" + std::to_string(getuid()));
-    const std::vector<std::string> variables = as_rank(0, 1, folder);
+    const string name = folder / ("cs336-" + std::to_string(getuid()));
+    const vector<string> variables = as_rank(0, 1, folder);
     std::filesystem::create_directory(name);
     chmod(name.c_str(), 0755);
     Started open_to_all = start(short_run, variables);
@@ -392,8 +391,8 @@ TEST_CASE(
     if (lacks("gloo", CPU, 2)) { return; }
     for (bool whole : {true, false}) {
         Started s = start(long_run("cpu", "gloo", "2"));
-        std::vector<pid_t> ranks = {rank_of_launcher(s.pid, 0), rank_of_launcher(s.pid, 1)},
-                           all = {ranks[1]};
+        vector<pid_t> ranks = {rank_of_launcher(s.pid, 0), rank_of_launcher(s.pid, 1)},
+                      all = {ranks[1]};
         if (whole) { all = {s.pid, ranks[0], ranks[1]}; }
         usleep(500000);
         for (pid_t pid : all) { kill(pid, SIGSTOP); }
@@ -409,11 +408,11 @@ TEST_CASE(
 }
 // Runs ranks under a launcher that inherits an ignored SIGHUP, sends that to each, and checks that
 // all go on.
-static void check_nohup(const std::vector<std::string>& variables) {
+static void check_nohup(const vector<string>& variables) {
     signal(SIGHUP, SIG_IGN);
     Started s = start(long_run(), variables);
     signal(SIGHUP, SIG_DFL);
-    std::vector<pid_t> all = {rank_of_launcher(s.pid, 0), rank_of_launcher(s.pid, 1), s.pid};
+    vector<pid_t> all = {rank_of_launcher(s.pid, 0), rank_of_launcher(s.pid, 1), s.pid};
     usleep(500000);
     for (pid_t pid : all) { CHECK(kill(pid, SIGHUP) == 0); }
     usleep(500000);
@@ -432,7 +431,7 @@ TEST_CASE(
     write_file(folder / "take.c",
                "#include <signal.h>\nstatic void f(int n) { (void)n; }\n"
                "__attribute__((constructor)) static void take(void) { signal(SIGHUP, f); }\n");
-    const std::string library = folder / "take.so";
+    const string library = folder / "take.so";
     const Run built = run_shell("cc -shared -fPIC -o " + library + " " + folder / "take.c");
     if (built.exit_code != 0) { return skip_this_case("no C compiler"); }
     // The address sanitizer would want to be the first library itself.
@@ -459,7 +458,7 @@ TEST_CASE("ranks: the second Ctrl-C ends at once") {
 TEST_CASE("ranks: what reproduce runs does not outlive it") {
     Folder folder;
     Started s = start({"reproduce", "naive_ddp", "--device", "cpu", "--out", folder.path});
-    std::vector<pid_t> children;
+    vector<pid_t> children;
     for (int tries = 0; tries < 1000 && children.empty(); tries++) {
         usleep(2000);
         children = children_of(s.pid);
@@ -492,11 +491,11 @@ TEST_CASE(
     "ranks: what torchrun, mpirun and srun say is understood, and what is no number is refused") {
     if (lacks("gloo", CPU, 2)) { return; }
     Folder shared;
-    auto variables = [&](const std::string& launcher, bool in_shared, int job,
-                         int rank) -> std::vector<std::string> {
-        const std::string r = std::to_string(rank), j = std::to_string(job);
-        std::vector<std::string> all = {"RANK=" + r, "WORLD_SIZE=2", "TORCHELASTIC_RUN_ID=a/b",
-                                        "TORCHELASTIC_RESTART_COUNT=" + j};
+    auto variables = [&](const string& launcher, bool in_shared, int job,
+                         int rank) -> vector<string> {
+        const string r = std::to_string(rank), j = std::to_string(job);
+        vector<string> all = {"RANK=" + r, "WORLD_SIZE=2", "TORCHELASTIC_RUN_ID=a/b",
+                              "TORCHELASTIC_RESTART_COUNT=" + j};
         if (launcher == "mpirun") {
             all = {"OMPI_COMM_WORLD_RANK=" + r, "OMPI_COMM_WORLD_SIZE=2", "PMIX_NAMESPACE=" + j};
         }
@@ -509,7 +508,7 @@ TEST_CASE(
     };
     for (const char* launcher : {"mpirun", "srun", "torchrun"}) {
         for (bool in_shared : {false, true}) {  // two jobs at the same time
-            std::vector<Started> all;
+            vector<Started> all;
             for (int i = 0; i < 4; i++) {
                 all.push_back(start(short_run, variables(launcher, in_shared, i / 2, i % 2)));
             }
@@ -530,9 +529,9 @@ TEST_CASE(
         if (rank == 0) { CHECK(has(e.out, "World size: 2")); }
     }
     // torchrun --no-python ./script.sh: each rank has a parent of its own.
-    std::string both;
+    string both;
     for (const char* rank : {"0", "1"}) {
-        both += std::string("RANK=") + rank + " WORLD_SIZE=2 TORCHELASTIC_ERROR_FILE=/tmp/x/none_" +
+        both += string("RANK=") + rank + " WORLD_SIZE=2 TORCHELASTIC_ERROR_FILE=/tmp/x/none_" +
                 std::to_string(getpid()) + "/attempt_0/" + rank + "/error.json sh -c '" +
                 program() + " naive_ddp --device cpu --timeout 3; true' & ";
     }
@@ -548,7 +547,7 @@ TEST_CASE(
 TEST_CASE("ranks: wrong usage of the launcher") {
     if (lacks("gloo", CPU, 3)) { return; }
     Folder folder;
-    std::vector<std::string> words = short_run;
+    vector<string> words = short_run;
     words.insert(words.end(), {"--nproc", "3"});
     Started s = start(words, as_rank(0, 2, folder));
     Ended e = finish(s, s.at_ms);

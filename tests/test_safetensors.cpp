@@ -9,17 +9,17 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static std::string in_file(const std::string& header, const std::string& data) {
+static string in_file(const string& header, const string& data) {
     uint64_t n = header.size();
-    return std::string((const char*)&n, 8) + header + data;
+    return string((const char*)&n, 8) + header + data;
 }
 // The message of the refusal; "" where the file was taken.
-static std::string refusal(const std::string& path, const std::string& bytes) {
+static string refusal(const string& path, const string& bytes) {
     write_file(path, bytes);
-    const std::string what = failure_of([&] { load_safetensors(path); });
+    const string what = failure_of([&] { load_safetensors(path); });
     if (what == "nothing thrown") { return ""; }
     CHECK(what.find("1: " + path) == 0);
-    CHECK(what.find('\n') == std::string::npos);
+    CHECK(what.find('\n') == string::npos);
     CHECK(what.size() < 600);
     return what;
 }
@@ -29,9 +29,9 @@ static const char* const TWO =  // a valid header for 12 bytes of data
 
 TEST_CASE("safetensors: a round trip gives back every bit, name, shape and dtype") {
     Folder folder;
-    std::string path = folder / "x.safetensors";
-    std::vector<std::pair<std::string, FileTensor>> out;
-    std::vector<Tensor> tensors;
+    string path = folder / "x.safetensors";
+    vector<std::pair<string, FileTensor>> out;
+    vector<Tensor> tensors;
     context = Context();
     for (DType t : {U8, F16, F64, I32, BF16, F32}) {
         tensors.push_back(empty({3, 1, 5}, t));
@@ -44,14 +44,14 @@ TEST_CASE("safetensors: a round trip gives back every bit, name, shape and dtype
     out.push_back({"scalar", describe(tensors.back())});
     tensors.push_back(empty({0, 4}, F32));
     out.push_back({"nothing", describe(tensors.back())});
-    std::string odd = "quote \" newline \n and \u00e9";
+    string odd = "quote \" newline \n and \u00e9";
     out.push_back({odd, describe(tensors[0])});
     save_safetensors(path, out, {{"format", "pt"}, {"step", "7"}});
 
     SafeTensors file = load_safetensors(path);
     CHECK(file.path == path);
     CHECK(file.tensors.size() == out.size());
-    CHECK(file.metadata == std::map<std::string, std::string>{{"format", "pt"}, {"step", "7"}});
+    CHECK(file.metadata == std::map<string, string>{{"format", "pt"}, {"step", "7"}});
     for (const auto& [name, t] : out) {
         REQUIRE(file.tensors.count(name) == 1);
         const FileTensor& in = file.tensors[name];
@@ -63,52 +63,50 @@ TEST_CASE("safetensors: a round trip gives back every bit, name, shape and dtype
     save_safetensors(path, {});
     CHECK(read_file(path) == in_file("{}      ", ""));
     CHECK(load_safetensors(path).tensors.empty());
-    CHECK(folder.files() == std::vector<std::string>{"x.safetensors"});
+    CHECK(folder.files() == vector<string>{"x.safetensors"});
 }
 
 TEST_CASE("safetensors: the bytes of a small file") {
     Folder folder;
-    std::string path = folder / "x.safetensors";
+    string path = folder / "x.safetensors";
     uint8_t byte = 7;
     float number = 1;
     save_safetensors(path, {{"b", {"U8", {1}, &byte, 1}}, {"a", {"F32", {}, &number, 4}}});
-    std::string header =
+    string header =
         R"({"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[1],"data_offsets":[4,5]}})";
     header.resize((header.size() + 7) / 8 * 8, ' ');
-    std::string want = in_file(header, std::string("\0\0\x80\x3f\7", 5));
+    string want = in_file(header, string("\0\0\x80\x3f\7", 5));
     CHECK(read_file(path) == want);
 }
 
 // {"t": {...}} with the given parts, and then `data` bytes.
-static std::string one(const std::string& dtype, const std::string& shape,
-                       const std::string& offsets, int data = 8) {
+static string one(const string& dtype, const string& shape, const string& offsets, int data = 8) {
     return in_file("{\"t\":{\"dtype\":" + dtype + ",\"shape\":" + shape +
                        ",\"data_offsets\":" + offsets + "}}",
-                   std::string(data, 'x'));
+                   string(data, 'x'));
 }
 
 TEST_CASE("safetensors: every kind of lie is refused by name") {
     Folder folder;
-    std::string path = folder / "x.safetensors";
+    string path = folder / "x.safetensors";
     CHECK(refusal(path, one("\"F32\"", "[2]", "[0,8]")) == "");
-    CHECK(refusal(path, in_file(TWO, std::string(12, 'x'))) == "");
+    CHECK(refusal(path, in_file(TWO, string(12, 'x'))) == "");
     CHECK(refusal(path, in_file("{\"__metadata__\":null}", "")) == "");
     struct Case {
-        std::string bytes;
-        std::vector<std::string> says;
+        string bytes;
+        vector<string> says;
     };
-    std::string deep(100000, '['),
-        flat = std::string("{\"a\":\"") + std::string(100000, 'y') + "\"}";
-    std::string overlap = TWO, hole = TWO, twice = TWO;
+    string deep(100000, '['), flat = string("{\"a\":\"") + string(100000, 'y') + "\"}";
+    string overlap = TWO, hole = TWO, twice = TWO;
     overlap.replace(overlap.find("[8,12]"), 6, "[4,8]");
     hole.replace(hole.find("[8,12]"), 6, "[9,13]");
     twice.replace(twice.find("\"b\""), 3, "\"a\"");
     uint64_t huge = UINT64_MAX;
-    const std::string f32 = "\"F32\"", T = "tensor \"t\": expected a known dtype";
+    const string f32 = "\"F32\"", T = "tensor \"t\": expected a known dtype";
     const Case cases[] = {
         {"", {"its 0 bytes cannot be read"}},
         {"1234567", {"its 7 bytes cannot be read"}},
-        {std::string((const char*)&huge, 8) + "{}", {"with a header of at most 2 bytes"}},
+        {string((const char*)&huge, 8) + "{}", {"with a header of at most 2 bytes"}},
         {in_file("{}", "").replace(0, 1, "\3"), {"at most 2 bytes"}},
         {in_file("", ""), {"JSON"}},
         {in_file("[]", ""), {"JSON object"}},
@@ -119,7 +117,7 @@ TEST_CASE("safetensors: every kind of lie is refused by name") {
         {in_file("{\"a\":\"\n\"}", ""), {"JSON"}},
         {in_file("{\"a\":1e999}", ""), {"JSON"}},
         {in_file("{\"a\":" + deep, ""), {"nesting"}},
-        {in_file("{\"a\":" + deep + std::string(100000, ']') + "}", ""), {"nesting"}},
+        {in_file("{\"a\":" + deep + string(100000, ']') + "}", ""), {"nesting"}},
         {in_file("{\"a\":1}", ""), {"tensor \"a\": expected a known dtype", "found 1"}},
         {in_file(flat, ""), {"tensor \"a\": expected a known dtype"}},
         {in_file("{\"a\\n\":{\"dtype\":\"F32\",\"shape\":[]}}", ""),
@@ -145,23 +143,23 @@ TEST_CASE("safetensors: every kind of lie is refused by name") {
         {one(f32, "[2]", "[18446744073709551608,0]"), {T, "[18446744073709551608,0]"}},
         {one(f32, "[2]", "[0,8]", 9), {"expected 8 bytes of data", "found 9"}},
         {one(f32, "[1]", "[4,8]"), {"tensor \"t\"", "hole"}},
-        {in_file(overlap, std::string(12, 'x')), {"tensor \"b\"", "overlap"}},
-        {in_file(hole, std::string(13, 'x')), {"tensor \"b\"", "hole"}},
-        {in_file(twice, std::string(12, 'x')), {"tensor \"a\"", "hole"}},
+        {in_file(overlap, string(12, 'x')), {"tensor \"b\"", "overlap"}},
+        {in_file(hole, string(13, 'x')), {"tensor \"b\"", "hole"}},
+        {in_file(twice, string(12, 'x')), {"tensor \"a\"", "hole"}},
         {in_file("{\"__metadata__\":{\"a\":1}}", ""), {"__metadata__", "string"}},
         {in_file("{\"__metadata__\":\"a\"}", ""), {"__metadata__", "object"}},
     };
     for (const Case& c : cases) {
-        std::string head = c.bytes.substr(0, 200), what = refusal(path, c.bytes);
+        string head = c.bytes.substr(0, 200), what = refusal(path, c.bytes);
         CAPTURE(head);
         CAPTURE(what);
         CHECK(what != "");
-        for (const std::string& part : c.says) { CHECK_MESSAGE(has(what, part), part); }
+        for (const string& part : c.says) { CHECK_MESSAGE(has(what, part), part); }
     }
-    auto load = [](const std::string& name) { return failure_of([&] { load_safetensors(name); }); };
+    auto load = [](const string& name) { return failure_of([&] { load_safetensors(name); }); };
     CHECK(load(folder.path) == "1: " + folder.path + ": cannot be opened: Is a directory");
     CHECK(has(load("/dev/zero"), "/dev/zero: cannot be opened: "));
-    std::string fifo = folder / "fifo";
+    string fifo = folder / "fifo";
     REQUIRE(mkfifo(fifo.c_str(), 0600) == 0);
     CHECK(has(load(fifo), "fifo: cannot be opened: "));  // and not: waits for a writer
     unlink(fifo.c_str());
@@ -172,7 +170,7 @@ TEST_CASE(
     "safetensors: cut short anywhere, or longer by a byte, a file is refused, and with bits "
     "flipped read within it") {
     Folder folder;
-    const std::string path = folder / "x.safetensors", whole = in_file(TWO, std::string(12, 'x'));
+    const string path = folder / "x.safetensors", whole = in_file(TWO, string(12, 'x'));
     for (size_t n = 0; n < whole.size(); n++) {
         CHECK_MESSAGE(refusal(path, whole.substr(0, n)) != "", n);
     }
@@ -180,7 +178,7 @@ TEST_CASE(
     int taken = 0;
     const int bits = 8 * (int)whole.size(), tries = bits + 3000;
     for (int i = 0; i < tries; i++) {  // each bit by itself, then several
-        std::string bytes = whole;
+        string bytes = whole;
         for (int k = 0; k < (i < bits ? 1 : 2 + i % 7); k++) {
             const int bit = i < bits ? i : random_int(bits, 1, i, k);
             bytes[bit / 8] ^= (char)(1 << bit % 8);
@@ -197,13 +195,13 @@ TEST_CASE(
 
 TEST_CASE("safetensors: require_tensor says what it expected and what it found") {
     Folder folder;
-    std::string path = folder / "x.safetensors";
-    write_file(path, in_file(TWO, std::string(12, 'x')));
+    string path = folder / "x.safetensors";
+    write_file(path, in_file(TWO, string(12, 'x')));
     SafeTensors file = load_safetensors(path);
     CHECK(&require_tensor(file, "a", {2}, {"F32", "BF16"}) == &file.tensors["a"]);
     CHECK(&require_tensor(file, "b", {-1}, {"U8"}) == &file.tensors["b"]);
-    auto message = [&](const char* name, const Shape& shape, const std::set<std::string>& dtypes) {
-        std::string what = failure_of([&] { require_tensor(file, name, shape, dtypes); });
+    auto message = [&](const char* name, const Shape& shape, const std::set<string>& dtypes) {
+        string what = failure_of([&] { require_tensor(file, name, shape, dtypes); });
         CHECK(what.find("1: " + path) == 0);
         CHECK(has(what, name));
         return what;
@@ -217,32 +215,32 @@ TEST_CASE("safetensors: require_tensor says what it expected and what it found")
 
 TEST_CASE("safetensors: a save that fails leaves nothing, and the old file as it was") {
     Folder folder;
-    std::string path = folder / "x.safetensors";
+    string path = folder / "x.safetensors";
     write_file(path, "old");
     float numbers[2] = {1, 2};
     FileTensor good{"F32", {2}, numbers, 8};
-    for (const std::string& where :
-         {folder / "none/x.safetensors", std::string("/proc/x.safetensors"), folder.path}) {
-        const std::string what = failure_of([&] { save_safetensors(where, {{"a", good}}); });
+    for (const string& where :
+         {folder / "none/x.safetensors", string("/proc/x.safetensors"), folder.path}) {
+        const string what = failure_of([&] { save_safetensors(where, {{"a", good}}); });
         // nobody may write in /proc, root included
         CHECK(has(what, where + ": cannot be written"));
-        CHECK(folder.files() == std::vector<std::string>{"x.safetensors"});
+        CHECK(folder.files() == vector<string>{"x.safetensors"});
         CHECK(read_file(path) == "old");
     }
 
-    std::vector<uint8_t> big(100000);
+    vector<uint8_t> big(100000);
     rlimit before;
     REQUIRE(getrlimit(RLIMIT_FSIZE, &before) == 0);
     // bytes: the disk is full in the middle of the data
     const rlimit small = {50000, before.rlim_max};
     signal(SIGXFSZ, SIG_IGN);
     REQUIRE(setrlimit(RLIMIT_FSIZE, &small) == 0);
-    std::string what = failure_of([&] {
+    string what = failure_of([&] {
         save_safetensors(path, {{"a", {"U8", {100000}, big.data(), 100000}}});
     });
     setrlimit(RLIMIT_FSIZE, &before);
     signal(SIGXFSZ, SIG_DFL);
     CHECK(has(what, "cannot be written: File too large"));
-    CHECK(folder.files() == std::vector<std::string>{"x.safetensors"});
+    CHECK(folder.files() == vector<string>{"x.safetensors"});
     CHECK(read_file(path) == "old");
 }

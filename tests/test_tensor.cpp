@@ -22,29 +22,29 @@ using X = const Tensors&;
 using Unary = Tensor (*)(const Tensor&);
 using Binary = Tensor (*)(const Tensor&, const Tensor&);
 struct Case {
-    std::string name;
-    std::vector<Shape> shapes;
-    std::function<Tensor(X x)> f;
+    string name;
+    vector<Shape> shapes;
+    function<Tensor(X x)> f;
     bool positive = false;
 };
 
 static Tensor some_mask(int64_t n) { return greater_equal(reshape(arange(3), {3, 1}), arange(n)); }
 static Tensor some_indices(const Shape& shape, int64_t below) {  // repeating
-    std::vector<int> v(count(shape));
+    vector<int> v(count(shape));
     for (size_t i = 0; i < v.size(); i++) { v[i] = random_int((int)below, 2, 0, i / 2); }
     return from_ints(v, shape);
 }
 
-static std::vector<Case> elementwise_cases(int64_t n) {
-    std::vector<Case> cases;
-    auto put = [&](const std::string& name, const std::vector<Shape>& shapes,
-                   const std::function<Tensor(X x)>& f, bool positive = false) {
+static vector<Case> elementwise_cases(int64_t n) {
+    vector<Case> cases;
+    auto put = [&](const string& name, const vector<Shape>& shapes, const function<Tensor(X x)>& f,
+                   bool positive = false) {
         cases.push_back({name, shapes, f, positive});
     };
     Shape full = {2, 3, n};
     Binary binary[] = {add, sub, mul, div};
     for (int i = 0; i < 4; i++) {
-        std::string name = std::vector<std::string>{"add ", "sub ", "mul ", "div "}[i];
+        string name = vector<string>{"add ", "sub ", "mul ", "div "}[i];
         auto f = [op = binary[i]](X x) { return op(x[0], x[1]); };
         for (const Shape& other : {full, {n}, {2, 3, 1}, {1, 3, n}, {3, 1}, {1, 1, 1}, {}}) {
             put(name + to_string(full) + to_string(other), {full, other}, f, true);
@@ -60,7 +60,7 @@ static std::vector<Case> elementwise_cases(int64_t n) {
     Unary of_positive[] = {log, sqrt, rsqrt};
     for (int i = 0; i < 12; i++) {
         Unary op = i < 9 ? of_any[i] : of_positive[i - 9];
-        std::string name = "unary op " + std::to_string(i);
+        string name = "unary op " + std::to_string(i);
         put(
             name, {{2, 3, n}}, [op](X x) { return op(x[0]); }, i >= 9);
         put(
@@ -94,7 +94,7 @@ static std::vector<Case> elementwise_cases(int64_t n) {
         [](X x) { return mul(mul(x[0], rsqrt(mean_last(square(x[0])))), x[1]); });
     return cases;
 }
-static std::vector<Case> product_cases(int64_t n) {
+static vector<Case> product_cases(int64_t n) {
     auto product = [](X x) { return matmul(x[0], x[1]); };
     auto product_nt = [](X x) { return matmul(x[0], x[1], true); };
     auto of_views = [](X x) { return matmul(transpose(x[0], 0, 1), transpose(x[1], 0, 1)); };
@@ -155,36 +155,35 @@ TEST_CASE("backward agrees with central differences") {
 TEST_CASE_TEMPLATE("ops give the values of their formulas", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     Tensor a = from_floats({1, 2, 3, 4, 5, 6}, {2, 3}), b = from_floats({10, 20, 30}, {3});
-    CHECK(to_floats(add(a, b)) == std::vector<float>{11, 22, 33, 14, 25, 36});
-    CHECK(to_floats(sub(b, a)) == std::vector<float>{9, 18, 27, 6, 15, 24});
-    CHECK(to_floats(mul(a, from_floats({2, 3}, {2, 1}))) ==
-          std::vector<float>{2, 4, 6, 12, 15, 18});
-    CHECK(to_floats(div(b, from_floats({4}, {}))) == std::vector<float>{2.5, 5, 7.5});
-    CHECK(to_floats(scale(b, -0.5f)) == std::vector<float>{-5, -10, -15});
-    CHECK(to_floats(add_scalar(b, 1)) == std::vector<float>{11, 21, 31});
-    CHECK(to_floats(square(b)) == std::vector<float>{100, 400, 900});
-    CHECK(to_floats(relu(sub(a, from_floats({3}, {})))) == std::vector<float>{0, 0, 0, 1, 2, 3});
-    CHECK(to_floats(transpose(a, 0, 1)) == std::vector<float>{1, 4, 2, 5, 3, 6});
-    CHECK(to_floats(reshape(transpose(a, 0, 1), {6})) == std::vector<float>{1, 4, 2, 5, 3, 6});
-    CHECK(to_floats(slice_last(a, 1, 2)) == std::vector<float>{2, 5});
-    CHECK(to_floats(slice_last(a, 0, 2)) == std::vector<float>{1, 3, 4, 6});
-    CHECK(to_floats(interleave_last(b, scale(b, 2))) == std::vector<float>{10, 20, 20, 40, 30, 60});
+    CHECK(to_floats(add(a, b)) == vector<float>{11, 22, 33, 14, 25, 36});
+    CHECK(to_floats(sub(b, a)) == vector<float>{9, 18, 27, 6, 15, 24});
+    CHECK(to_floats(mul(a, from_floats({2, 3}, {2, 1}))) == vector<float>{2, 4, 6, 12, 15, 18});
+    CHECK(to_floats(div(b, from_floats({4}, {}))) == vector<float>{2.5, 5, 7.5});
+    CHECK(to_floats(scale(b, -0.5f)) == vector<float>{-5, -10, -15});
+    CHECK(to_floats(add_scalar(b, 1)) == vector<float>{11, 21, 31});
+    CHECK(to_floats(square(b)) == vector<float>{100, 400, 900});
+    CHECK(to_floats(relu(sub(a, from_floats({3}, {})))) == vector<float>{0, 0, 0, 1, 2, 3});
+    CHECK(to_floats(transpose(a, 0, 1)) == vector<float>{1, 4, 2, 5, 3, 6});
+    CHECK(to_floats(reshape(transpose(a, 0, 1), {6})) == vector<float>{1, 4, 2, 5, 3, 6});
+    CHECK(to_floats(slice_last(a, 1, 2)) == vector<float>{2, 5});
+    CHECK(to_floats(slice_last(a, 0, 2)) == vector<float>{1, 3, 4, 6});
+    CHECK(to_floats(interleave_last(b, scale(b, 2))) == vector<float>{10, 20, 20, 40, 30, 60});
     CHECK(to_floats(gather_rows(a, from_ints({1, 0, 1}, {3}))) ==
-          std::vector<float>{4, 5, 6, 1, 2, 3, 4, 5, 6});
-    CHECK(to_floats(pick_last(a, from_ints({2, 0}, {2}))) == std::vector<float>{3, 4});
-    CHECK(to_floats(sum_last(a)) == std::vector<float>{6, 15});
-    CHECK(to_floats(mean_last(a)) == std::vector<float>{2, 5});
-    CHECK(to_floats(mean_all(a)) == std::vector<float>{3.5});
-    CHECK(to_floats(max_last(scale(a, -1))) == std::vector<float>{-1, -4});
-    CHECK(to_floats(greater_equal(arange(3), from_ints({1}, {}))) == std::vector<float>{0, 1, 1});
+          vector<float>{4, 5, 6, 1, 2, 3, 4, 5, 6});
+    CHECK(to_floats(pick_last(a, from_ints({2, 0}, {2}))) == vector<float>{3, 4});
+    CHECK(to_floats(sum_last(a)) == vector<float>{6, 15});
+    CHECK(to_floats(mean_last(a)) == vector<float>{2, 5});
+    CHECK(to_floats(mean_all(a)) == vector<float>{3.5});
+    CHECK(to_floats(max_last(scale(a, -1))) == vector<float>{-1, -4});
+    CHECK(to_floats(greater_equal(arange(3), from_ints({1}, {}))) == vector<float>{0, 1, 1});
     CHECK(to_floats(where(greater_equal(arange(3), from_ints({1}, {})), a, -1)) ==
-          std::vector<float>{-1, 2, 3, -1, 5, 6});
+          vector<float>{-1, 2, 3, -1, 5, 6});
     CHECK(std::isnan(to_floats(max_last(from_floats({1, NAN, 2}, {3})))[0]));
     Tensor not_a_number = require_gradient(from_floats({NAN}, {1})), y = relu(not_a_number);
     backward(y);
     CHECK(std::isnan(to_floats(y)[0]));
     // dy: 0 would hide dy's NaN, too
-    CHECK(to_floats(not_a_number.gradient->value) == std::vector<float>{1});
+    CHECK(to_floats(not_a_number.gradient->value) == vector<float>{1});
     for (float x : {0.1f, 1.0f, 2.5f}) {
         Tensor t = from_floats({x}, {1});
         CHECK(to_floats(exp(t))[0] == doctest::Approx(std::exp(x)).epsilon(1e-6));
@@ -208,17 +207,17 @@ TEST_CASE("the examples of loop_over and SameIndex are what they do") {
     CHECK((loop.in[1].stride[0] == 0 && loop.in[1].stride[1] == 1));
     CHECK((loop.out.stride[0] == 128 && loop.out.stride[1] == 1));
 
-    const std::vector<int> tokens = {7, 3, 7};
-    std::vector<int> next(3), earlier(3);
+    const vector<int> tokens = {7, 3, 7};
+    vector<int> next(3), earlier(3);
     for_each_on_cpu(3, SameIndex{next.data(), earlier.data(), tokens.data(), 3});
-    CHECK(next == std::vector<int>{2, 3, 3});
-    CHECK(earlier == std::vector<int>{0, 0, 1});
+    CHECK(next == vector<int>{2, 3, 3});
+    CHECK(earlier == vector<int>{0, 0, 1});
 }
 
 // Forward and backward of one case on the CPU and on the GPU. Sums cancel, so errors are measured
 // by the largest value.
 static void check_cuda(const Case& c, DType dtype, double tolerance) {
-    INFO(c.name, ", ", std::string(name_of(dtype)), ", ", setting_now());
+    INFO(c.name, ", ", string(name_of(dtype)), ", ", setting_now());
     Tensor y[2];
     Tensors dx[2];
     for (Device device : {CPU, CUDA}) {
@@ -263,15 +262,15 @@ TEST_CASE("the GPU agrees with the CPU") {
 static void check_gemm(int64_t batch, int64_t M, int64_t N, int64_t K, bool ta, bool tb,
                        float alpha, float beta, DType type, DType out_type, double tolerance,
                        bool copies = false) {
-    INFO(setting_now(), ", ", std::string(name_of(type)), " -> ", std::string(name_of(out_type)),
-         ", batch ", batch, ", M ", M, ", N ", N, ", K ", K, ta ? ", a^T" : "", tb ? ", b^T" : "",
-         ", alpha ", alpha, ", beta ", beta);
+    INFO(setting_now(), ", ", string(name_of(type)), " -> ", string(name_of(out_type)), ", batch ",
+         batch, ", M ", M, ", N ", N, ", K ", K, ta ? ", a^T" : "", tb ? ", b^T" : "", ", alpha ",
+         alpha, ", beta ", beta);
     Tensor a = normals(ta ? Shape{batch, K, M} : Shape{batch, M, K}, type, 0);
     Tensor b = normals(tb ? Shape{batch, N, K} : Shape{batch, K, N}, type, 1);
     Tensor c = normals({batch, M, N}, out_type, 2);
     // must not be read
-    if (beta == 0) { c = from_floats(std::vector<float>(c.size(), NAN), c.shape, out_type); }
-    std::vector<double> A = to_doubles(a), B = to_doubles(b), C = to_doubles(c);
+    if (beta == 0) { c = from_floats(vector<float>(c.size(), NAN), c.shape, out_type); }
+    vector<double> A = to_doubles(a), B = to_doubles(b), C = to_doubles(c);
     if (context.precision == TF32 && context.device == CUDA) {  // it sees ten bits of the mantissa
         auto rounded = [](double x) { return float_of((bits_of((float)x) + 0x1000) & ~0x1fffu); };
         std::transform(A.begin(), A.end(), A.begin(), rounded);
@@ -298,7 +297,7 @@ TEST_CASE_TEMPLATE("gemm agrees with three loops", D, OnCPU, OnCUDA) {
         DType type, out_type;
         double tolerance;
     };
-    std::vector<Format> formats = {
+    vector<Format> formats = {
         {FP32, F32, F32, 1e-5},        {TF32, F32, F32, D::device == CPU ? 1e-5 : 2e-3},
         {PREC_BF16, BF16, BF16, 1e-2}, {PREC_BF16, BF16, F32, 1e-5},
         {PREC_FP16, F16, F16, 2e-3},   {PREC_FP16, F16, F32, 1e-5}};
@@ -333,13 +332,13 @@ TEST_CASE("gemm adds up all of a long odd K") {
         for (int64_t K : {4097, 4099, 16387}) {
             CAPTURE(K);
             int64_t M = 1000, N = 128;
-            std::vector<float> last(K * M, 0);
+            vector<float> last(K * M, 0);
             std::fill(last.end() - M, last.end(), 1.0f);
             Tensor a = from_floats(last, {K, M}, type), b = normals({K, N}, type, 1),
                    c = zeros({M, N}, F32);
             gemm(c, a, true, b, false, 1, 0);
-            std::vector<float> got = to_floats(c), want = to_floats(view(b, (K - 1) * N, {N}));
-            CHECK(std::vector<float>(got.end() - N, got.end()) == want);
+            vector<float> got = to_floats(c), want = to_floats(view(b, (K - 1) * N, {N}));
+            CHECK(vector<float>(got.end() - N, got.end()) == want);
         }
     }
 }
@@ -347,10 +346,10 @@ TEST_CASE_TEMPLATE("ops of views that start anywhere", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     for (DType type : {F32, BF16, F16}) {
         Tensor all = normals({4 * 8 + 3}, type, 0), row = normals({8}, type, 1);
-        std::vector<float> x = to_floats(all), r = to_floats(row);
+        vector<float> x = to_floats(all), r = to_floats(row);
         for (int offset = 0; offset < 4; offset++) {
             Tensor part = view(all, offset, {4, 8});
-            std::vector<float> want(32), largest_of(4, -INFINITY);
+            vector<float> want(32), largest_of(4, -INFINITY);
             for (int i = 0; i < 32; i++) {
                 want[i] = x[offset + i] >= r[i % 8] ? x[offset + i] : 0;
                 largest_of[i / 8] = std::max(largest_of[i / 8], x[offset + i]);
@@ -510,7 +509,7 @@ TEST_CASE("a checkpoint keeps its input alone, and runs again in backward") {
         outer_calls++;
         return mul(kept ? inner(square(x)) : checkpoint(inner, square(x)), add(p, x));
     };
-    std::vector<double> wanted_dx, wanted_dp;
+    vector<double> wanted_dx, wanted_dp;
     for (bool kept : {true, false}) {
         Tensor x = require_gradient(x0);
         p.gradient->value = Tensor();
