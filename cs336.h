@@ -29,8 +29,8 @@
 // The command line; main.cu says which command takes which options.
 
 struct Options {
-    string command;          // its whole name
-    std::set<string> given;  // the options that were typed, without dashes
+    string command;     // its whole name
+    set<string> given;  // the options that were typed, without dashes
     bool has(const char* name) const { return given.count(name) > 0; }
     vector<string> command_line;  // argv[1..]
     // What a command does not take stays empty, 0 or false; the rest has main.cu's defaults.

@@ -342,6 +342,11 @@ static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor&
             rmsnorm_backward(dx, add_dx, *dx_low, dw, add_dw, contiguous(dy), x, r, w);
         });
     });
+    recompute_by(y, [x = detached(x), w, eps] {
+        NoGrad no_grad;
+        Tensor same = x;
+        return add_rmsnorm_fused(&same, Tensor(), w, eps);
+    });
     return y;
 }
 Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight, float eps) {

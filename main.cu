@@ -230,7 +230,7 @@ static void add_own_options(Adder& add, Options& o) {
     add.option("out.folder", o.out, CLI::Validator(), "", "the folder to write to");
     // Attention, and what comes from files
     add.flag("causal", o.causal, "query i sees keys j <= i only");
-    std::set<string> impls = {"all", "auto"};
+    set<string> impls = {"all", "auto"};
     for (const AttentionImpl& impl : table_of<AttentionImpl>()) { impls.insert(impl.name); }
     add.option("impl", o.impl, one_of({impls.begin(), impls.end()}), "auto",
                "which implementation of attention runs");

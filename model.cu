@@ -49,7 +49,7 @@ vector<ModelConfig> configs_of(const Options& o) {
                     or_small(o.num_layers, s.num_layers), or_small(o.num_heads, s.num_heads),
                     o.vocab_size}};
     } else {
-        std::set<string> names;
+        set<string> names;
         for (const string& size : o.size) {
             names.insert(size == "xl" && o.edition == "2026" ? "xl (2026)" : size);
         }
@@ -638,7 +638,7 @@ struct Sweep {  // what a command runs at one context length
     vector<Mode> modes;
 
     string caption(const string& what) const {
-        std::set<string> vocabularies;
+        set<string> vocabularies;
         for (const ModelConfig& c : configs) { vocabularies.insert(std::to_string(c.vocab_size)); }
         return strprintf("%s; batch %d, context length: %d, vocabulary %s, warmup %d, steps %d",
                          what.c_str(), o.batch_size, o.context_length,
@@ -1495,7 +1495,7 @@ static void save_tensors(const string& path, const NamedTensors& list) {
 // where one is missing, superfluous or of a wrong shape.
 static Model read_model(const Options& o) {
     const SafeTensors file = load_safetensors(o.weights);
-    const std::set<string> floats = {"F32", "BF16"};
+    const set<string> floats = {"F32", "BF16"};
     const Shape embedding = require_tensor(file, "token_embeddings.weight", {-1, -1}, floats).shape;
     const Shape w1 = require_tensor(file, "layers.0.ffn.w1.weight", {-1, -1}, floats).shape;
     // a tensor that is empty may claim any length
@@ -1514,7 +1514,7 @@ static Model read_model(const Options& o) {
     context.mode = modes_of(o, {c}, {context.precision})[0];
 
     Model model = make_model(c);
-    std::set<string> known;
+    set<string> known;
     for (const Parameter& p : model.parameters) {
         const Tensor from = tensor_from_file(require_tensor(file, p.name, p.shape, floats));
         copy_or_add(detached(p.weight), to_device(from, context.device), false);

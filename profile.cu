@@ -449,7 +449,7 @@ int cmd_nsys_profile(const Options& o) {
     vector<Trace> traces;
     ProfileRuns runs;
     for (const ModelConfig& config : configs) {
-        std::set<int> lengths(o.context_lengths.begin(), o.context_lengths.end());
+        set<int> lengths(o.context_lengths.begin(), o.context_lengths.end());
         if (o.edition == "2026" && !o.quick && !o.has("context_length")) {
             lengths.insert(
                 longest_that_fits(config, o.batch_size, available_memory(context.device)));
@@ -515,7 +515,7 @@ void write_trace(const string& path, const vector<Trace>& traces, const string& 
 
     // Streams have the rows from STREAMS on, which is more than any thread's number.
     constexpr int STREAMS = 1 << 24, ROWS_OF_STREAM = 16;
-    std::set<int> named_rows;
+    set<int> named_rows;
     std::map<std::pair<unsigned, int>, int64_t> last_end;  // of the slices in (stream, row)
     for (const Trace& trace : traces) {
         const auto paths = range_paths(trace);
@@ -866,7 +866,7 @@ static void answer_precision(const MemoryRuns& runs, Phase phase) {
 // (d) Tells the size of one activation of the residual stream at each length, and at 512, which the
 // 2026 handout means where it names none.
 static void answer_residual(const MemoryRuns& runs) {
-    std::set<int> lengths = {512};
+    set<int> lengths = {512};
     for (const MemoryRun& r : runs) { lengths.insert(r.T); }
 
     const int B = runs[0].B, C = runs[0].config.d_model;

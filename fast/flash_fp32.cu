@@ -16,9 +16,13 @@
 //
 // Backward: a block owns a tile of keys and does step 12 by atomic additions: 5 products where
 // flash_v1 has 7, and sums in no fixed order.
+//
+// The file has the tile, copies, products of register tiles, then the two passes and their
+// launches. Read the two rows_times_ functions first, then flash_forward_fp32_kernel.
 #include "flash.h"
 
-// streamed: rows of a streamed tile. groups: of threads, that share the block's own tile.
+// The sizes of a kernel. streamed: rows of a streamed tile. groups: of threads, that share the
+// block's own tile.
 template <int HEAD, int STREAMED, int GROUPS>
 struct Fp32Tile {
     static constexpr int D = HEAD, streamed = STREAMED, groups = GROUPS;
@@ -34,8 +38,8 @@ struct Fp32Tile {
     // Floats of a row in shared memory, padded, so that what a warp reads is in different banks.
     static constexpr int row = D + 4, p_row = streamed + threads / ty;
     static constexpr int unroll = D % 64 ? 2 : 8;  // as far as the registers reach
-    static constexpr int own_floats = own * row, streamed_floats = streamed * row,
-                         p_floats = own * p_row;
+    static constexpr int own_floats = own * row, streamed_floats = streamed * row;
+    static constexpr int p_floats = own * p_row;
     static constexpr int group_floats = 2 * streamed_floats + p_floats;
     static constexpr size_t forward_bytes = (own_floats + groups * group_floats) * sizeof(float);
     static constexpr size_t backward_bytes =
@@ -51,8 +55,8 @@ struct Fp32Tile {
 DEVICE void group_barrier(int group) {
     asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
 }
-// Rows [first, first + ROWS) of a matrix of so many `rows` to shared memory, zeros beyond.
-// Asynchronous.
+// Copies rows [first, first + ROWS) of a matrix of so many `rows` to shared memory, asynchronously;
+// zeros beyond.
 template <int ROWS, int D, int THREADS>
 DEVICE void load_rows(float* to, const float* from, int64_t stride, int first, int rows,
                       int thread) {
@@ -63,8 +67,8 @@ DEVICE void load_rows(float* to, const float* from, int64_t stride, int first, i
     }
 }
 
-// The block's own tile of x, from row `first` on, by all its threads; and a streamed one by a
-// group's.
+// The first copies the block's own tile of x, from row `first` on, by all its threads; the second a
+// streamed tile by a group's.
 template <class Tile>
 DEVICE void load_own(float* to, const Heads& x, int b, int h, int first, int rows) {
     load_rows<Tile::own, Tile::D, Tile::threads * Tile::groups>(to, head_of<float>(x, b, h), x.row,
@@ -78,10 +82,10 @@ DEVICE void load_streamed(float* to, const float* from, int64_t stride, int firs
 }
 
 // ---- products of register tiles ----
-// Where thread t sits in a grid of X columns. Shared memory serves a 16-byte load of a warp in 4
-// steps, or in 2 if each lane has the same address as its neighbour (lane ^ 1), or each as lane
-// ^ 2. So lane bit 0 counts columns, bit 1 rows: what a row's threads read together satisfies the
-// first, what a column's threads read together the second.
+// Both return where thread t sits in a grid of X columns. Shared memory serves a 16-byte load of a
+// warp in 4 steps, or in 2 if each lane has the same address as its neighbour (lane ^ 1), or each
+// as lane ^ 2. So lane bit 0 counts columns, bit 1 rows: what a row's threads read together
+// satisfies the first, what a column's threads read together the second.
 template <int X>
 DEVICE int grid_x(int t) {
     constexpr int Y = WARP / X;  // rows of a warp
@@ -92,7 +96,8 @@ DEVICE int grid_y(int t) {
     constexpr int Y = WARP / X;
     return t / WARP * Y + t % WARP / 2 % Y;
 }
-template <int X, class Combine>  // over the X threads of a row
+// Returns what `combine` makes of the X threads of a row, to each of them.
+template <int X, class Combine>
 DEVICE float combine_row(float x, Combine combine) {
     x = combine(x, __shfl_xor_sync(0xffffffff, x, 1));
     for (int o = 2 * WARP / X; o < WARP; o *= 2) {
@@ -100,8 +105,11 @@ DEVICE float combine_row(float x, Combine combine) {
     }
     return x;
 }
-// A thread's COUNT columns of a row: vectors of neighbouring floats, X threads side by side.
-HD constexpr int vector_width(int count) { return count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1; }
+// A thread's COUNT columns of a row are vectors of neighbouring floats, X threads side by side.
+HD constexpr int vector_width(int count) {
+    if (count % 4 == 0) { return 4; }
+    return count % 2 == 0 ? 2 : 1;
+}
 template <int X, int COUNT>
 DEVICE int column(int x, int c) {
     constexpr int W = vector_width(COUNT);
@@ -115,7 +123,7 @@ DEVICE void load_columns(float (&v)[COUNT], const float* row, int x) {
         for (int e = 0; e < W; e++) { v[c + e] = in.x[e]; }
     }
 }
-// The row's columns become v times factor; or, where ADD, that is added to them.
+// Stores v times factor to the row's columns; with ADD it adds that to them.
 template <int X, bool ADD = false, int COUNT>
 DEVICE void store_columns(float* row, const float (&v)[COUNT], int x, float factor) {
     constexpr int W = vector_width(COUNT);
@@ -134,8 +142,8 @@ DEVICE void store_columns(float* row, const float (&v)[COUNT], int x, float fact
         }
     }
 }
-// s += A B^T: own rows times streamed rows, both along d, so 16-byte loads take four d at once from
-// each.
+// Computes s += A B^T: own rows times streamed rows, both along d, so 16-byte loads take four d at
+// once from each.
 template <class Tile>
 DEVICE void rows_times_rows(typename Tile::Scores& s, const float* A, const float* B, int tx,
                             int ty) {
@@ -154,7 +162,7 @@ DEVICE void rows_times_rows(typename Tile::Scores& s, const float* A, const floa
         }
     }
 }
-// out += P B: P [own,streamed] in shared memory, B a streamed tile.
+// Computes out += P B: P [own,streamed] in shared memory, B a streamed tile.
 template <class Tile>
 DEVICE void rows_times_columns(typename Tile::Sums& out, const float* P, const float* B, int tx,
                                int ty) {
@@ -175,7 +183,7 @@ DEVICE void rows_times_columns(typename Tile::Sums& out, const float* P, const f
         }
     }
 }
-// The thread's P to shared memory, where the threads of its rows, all in its warp, read it.
+// Stores the thread's P to shared memory, where the threads of its rows, all in its warp, read it.
 template <class Tile>
 DEVICE void store_p(float* P, const typename Tile::Scores& p, int tx, int ty) {
     for (int r = 0; r < Tile::rows; r++) {
@@ -207,8 +215,8 @@ DEVICE void merge_groups(typename Tile::Sums& x, float* group_0, int group, int 
 }
 
 // ---- forward ----
-// Steps 2 to 4 of one tile, and step 5's shrink O. m: largest score yet, l: this thread's share of
-// the sum; c = scale * log2(e).
+// Does steps 2 to 4 of one tile, and step 5's shrink O. m: largest score yet, l: this thread's
+// share of the sum; c = scale * log2(e).
 template <class Tile>
 DEVICE void softmax_step(typename Tile::Scores& s, typename Tile::Sums& O, float (&m)[Tile::rows],
                          float (&l)[Tile::rows], float c) {
@@ -219,6 +227,7 @@ DEVICE void softmax_step(typename Tile::Scores& s, typename Tile::Sums& O, float
         // no key seen yet: -inf - -inf would be NaN
         float base = larger == -INFINITY ? 0 : larger * c;
         float shrink = exp2_approx(m[r] * c - base);
+
         m[r] = larger;
         l[r] *= shrink;
         for (int n = 0; n < Tile::columns; n++) {
@@ -229,6 +238,7 @@ DEVICE void softmax_step(typename Tile::Scores& s, typename Tile::Sums& O, float
     }
 }
 
+// Computes O and L of one tile of queries per block.
 template <class Tile>
 __global__ __launch_bounds__(Tile::threads* Tile::groups,
                              1) void flash_forward_fp32_kernel(AttentionArgs a) {
@@ -238,8 +248,8 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups,
         tx = grid_x<Tile::tx>(t), ty = grid_y<Tile::tx>(t);
     float* Q = (float*)fp32_memory;
     float* group_0 = Q + Tile::own_floats;
-    float *K = group_0 + group * Tile::group_floats, *V = K + Tile::streamed_floats,
-          *P = V + Tile::streamed_floats;
+    float* K = group_0 + group * Tile::group_floats;
+    float *V = K + Tile::streamed_floats, *P = V + Tile::streamed_floats;
 
     int head = head_of_block(), b = head / a.H, h = head % a.H;
     // the last queries see the most keys: they start first
@@ -255,29 +265,31 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups,
     cp_async_wait<0>();
     __syncthreads();  // Q, loaded by all groups
 
-    float O[Tile::rows][Tile::out_columns] = {}, m[Tile::rows], l[Tile::rows] = {},
-          c = a.scale * LOG2_E;
+    typename Tile::Sums O = {};
+    float m[Tile::rows], l[Tile::rows] = {}, c = a.scale * LOG2_E;
     for (int r = 0; r < Tile::rows; r++) { m[r] = -INFINITY; }
     for (int j = group; j < end; j += Tile::groups) {
         cp_async_wait<0>();
         group_barrier(group);  // everybody's part of K has arrived, and V has been read
         load_streamed<Tile>(V, v, a.v.row, j * Tile::streamed, a.Tk, t);
-        float s[Tile::rows][Tile::columns] = {};
+        typename Tile::Scores s = {};
         rows_times_rows<Tile>(s, Q, K, tx, ty);  // step 1
         cp_async_wait<0>();
         group_barrier(group);  // V has arrived, and K has been read
         if (j + Tile::groups < end) {
             load_streamed<Tile>(K, k, a.k.row, (j + Tile::groups) * Tile::streamed, a.Tk, t);
         }
+
         if (j >= whole) {
             for (int r = 0; r < Tile::rows; r++) {
                 for (int n = 0; n < Tile::columns; n++) {
-                    int query = q0 + ty + r * Tile::ty,
-                        key = j * Tile::streamed + tx + n * Tile::tx;
+                    int query = q0 + ty + r * Tile::ty;
+                    int key = j * Tile::streamed + tx + n * Tile::tx;
                     if (key >= a.Tk || (a.causal && key > query)) { s[r][n] = -INFINITY; }
                 }
             }
         }
+
         softmax_step<Tile>(s, O, m, l, c);
         __syncwarp();  // P of the tile before has been read
         store_p<Tile>(P, s, tx, ty);
@@ -294,7 +306,8 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups,
         __syncthreads();  // P is no longer read
         for (int r = 0; r < Tile::rows; r++) {
             if (tx == 0) {
-                ms[(ty + r * Tile::ty) * 2] = m[r], ms[(ty + r * Tile::ty) * 2 + 1] = l[r];
+                ms[(ty + r * Tile::ty) * 2] = m[r];
+                ms[(ty + r * Tile::ty) * 2 + 1] = l[r];
             }
         }
         __syncthreads();
@@ -308,7 +321,8 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups,
                 sum += row[g * Tile::group_floats + 1] *
                        exp2_approx((row[g * Tile::group_floats] - larger) * c);
             }
-            m[r] = larger, l[r] = sum;
+            m[r] = larger;
+            l[r] = sum;
             for (int n = 0; n < Tile::out_columns; n++) {
                 O[r][n] *= exp2_approx((mine - larger) * c);
             }
@@ -316,6 +330,7 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups,
         merge_groups<Tile>(O, group_0, group, t);
     }
     if (group > 0) { return; }
+
 #pragma unroll
     for (int r = 0; r < Tile::rows; r++) {  // step 6
         int query = q0 + ty + r * Tile::ty;
@@ -327,12 +342,13 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups,
 }
 
 // ---- backward ----
-// Step 7, D_i in delta [B,H,Tq], one warp per row; and dQ = 0, to which the main kernel's atomics
-// add.
+// Does step 7, D_i in delta [B,H,Tq], one warp per row; and sets dQ = 0, to which the main kernel's
+// atomics add.
 __global__ void flash_delta_fp32_kernel(AttentionArgs a, int D, float* delta) {
     int64_t r = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / WARP;
     int lane = threadIdx.x % WARP;
     if (r >= (int64_t)a.B * a.H * a.Tq) { return; }
+
     int64_t query = r % a.Tq;
     int b = (int)(r / a.Tq) / a.H, h = (int)(r / a.Tq) % a.H;
     const float *o = head_of<float>(a.o, b, h) + query * a.o.row,
@@ -346,7 +362,8 @@ __global__ void flash_delta_fp32_kernel(AttentionArgs a, int D, float* delta) {
     if (lane == 0) { delta[r] = sum; }
 }
 
-// Step 12: dS^T [own keys, streamed queries], by a group's threads. One has 4 neighbouring queries.
+// Does step 12 from dS^T [own keys, streamed queries], by a group's threads. One has 4 neighbouring
+// queries.
 template <class Tile>
 DEVICE void add_dq(const AttentionArgs& a, int b, int h, int q0, const float* dS, const float* K,
                    int t) {
@@ -363,6 +380,7 @@ DEVICE void add_dq(const AttentionArgs& a, int b, int h, int q0, const float* dS
             for (int c = 0; c < OUT; c++) { dQ[r][c] = fmaf(ds[r], k[c], dQ[r][c]); }
         }
     }
+
     for (int r = 0; r < 4; r++) {
         int query = q0 + 4 * y + r;
         if (query < a.Tq) {
@@ -372,8 +390,8 @@ DEVICE void add_dq(const AttentionArgs& a, int b, int h, int q0, const float* dS
     }
 }
 
-// A block owns a tile of keys and streams Q and dO. All matrices are transposed: rows are keys,
-// columns queries.
+// Computes dK and dV of one tile of keys per block, and adds its part of dQ. It streams Q and dO.
+// All matrices are transposed: rows are keys, columns queries.
 template <class Tile>
 __global__ __launch_bounds__(Tile::threads* Tile::groups,
                              1) void flash_backward_kv_fp32_kernel(AttentionArgs a,
@@ -383,8 +401,8 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups,
     int group = threadIdx.x / Tile::threads, t = threadIdx.x % Tile::threads,
         tx = grid_x<Tile::tx>(t), ty = grid_y<Tile::tx>(t);
     float *K = (float*)fp32_memory, *V = K + Tile::own_floats, *group_0 = V + Tile::own_floats;
-    float *Q = group_0 + group * Tile::group_floats, *dO = Q + Tile::streamed_floats,
-          *P = dO + Tile::streamed_floats;
+    float* Q = group_0 + group * Tile::group_floats;
+    float *dO = Q + Tile::streamed_floats, *P = dO + Tile::streamed_floats;
 
     int head = head_of_block(), b = head / a.H, h = head % a.H;
     // the first keys are seen by the most queries: they start first
@@ -402,17 +420,18 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups,
     cp_async_wait<2>();
     __syncthreads();  // K and V, loaded by all groups
 
-    float dK[Tile::rows][Tile::out_columns] = {}, dV[Tile::rows][Tile::out_columns] = {},
-          c = a.scale * LOG2_E;
+    typename Tile::Sums dK = {}, dV = {};
+    float c = a.scale * LOG2_E;
     for (int i = first + group; i < end; i += Tile::groups) {
         int q0 = i * Tile::streamed, next = (i + Tile::groups) * Tile::streamed;
-        float l[Tile::columns], d[Tile::columns], s[Tile::rows][Tile::columns] = {},
-                                                  ds[Tile::rows][Tile::columns] = {};
+        float l[Tile::columns], d[Tile::columns];
+        typename Tile::Scores s = {}, ds = {};
         for (int n = 0; n < Tile::columns; n++) {  // beyond Tq: L = inf makes P = 0
             int query = q0 + tx + n * Tile::tx;
             l[n] = query < a.Tq ? L[query] * LOG2_E : INFINITY;
             d[n] = query < a.Tq ? D_i[query] : 0;
         }
+
         cp_async_wait<1>();
         group_barrier(group);                      // dO has arrived; Q may be on its way
         rows_times_rows<Tile>(ds, V, dO, tx, ty);  // step 10
@@ -429,11 +448,13 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups,
                 ds[r][n] = s[r][n] * (ds[r][n] - d[n]);  // step 11
             }
         }
+
         store_p<Tile>(P, s, tx, ty);
         __syncwarp();
         rows_times_columns<Tile>(dV, P, dO, tx, ty);  // step 9
         group_barrier(group);                         // dO has been read, and P
         if (i + Tile::groups < end) { load_streamed<Tile>(dO, from_dO, a.dO.row, next, a.Tq, t); }
+
         store_p<Tile>(P, ds, tx, ty);
         __syncwarp();
         rows_times_columns<Tile>(dK, P, Q, tx, ty);  // step 13
@@ -447,6 +468,7 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups,
     merge_groups<Tile>(dK, group_0, group, t);
     merge_groups<Tile>(dV, group_0, group, t);
     if (group > 0) { return; }
+
 #pragma unroll
     for (int r = 0; r < Tile::rows; r++) {
         int key = k0 + ty + r * Tile::ty;
@@ -469,26 +491,23 @@ static void backward_fp32(const AttentionArgs& a, const float* delta) {
            Tile::threads * Tile::groups, Tile::backward_bytes, a, delta);
 }
 
-// Large tiles where a block can have the shared memory, small ones (at most 99 KB) where it cannot.
+// Both run by large tiles where a block can have the shared memory, else by small ones (at most
+// 99 KB).
 static void forward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
-    bool large = shared_memory_per_block() >= Fp32Tile<128, 64, 2>::forward_bytes;
+    auto run = [&](auto large, auto small) {
+        if (shared_memory_per_block() >= Fp32Tile<128, 64, 2>::forward_bytes) {
+            forward_fp32<decltype(large)>(a);
+        } else {
+            forward_fp32<decltype(small)>(a);
+        }
+    };
     switch (t.q.dim(3)) {
-        case 16:
-            return large ? forward_fp32<Fp32Tile<16, 64, 2>>(a)
-                         : forward_fp32<Fp32Tile<16, 64, 1>>(a);
-        case 32:
-            return large ? forward_fp32<Fp32Tile<32, 64, 2>>(a)
-                         : forward_fp32<Fp32Tile<32, 64, 1>>(a);
-        case 64:
-            return large ? forward_fp32<Fp32Tile<64, 64, 3>>(a)
-                         : forward_fp32<Fp32Tile<64, 64, 1>>(a);
-        case 80:
-            return large ? forward_fp32<Fp32Tile<80, 64, 2>>(a)
-                         : forward_fp32<Fp32Tile<80, 64, 1>>(a);
-        default:
-            return large ? forward_fp32<Fp32Tile<128, 64, 2>>(a)
-                         : forward_fp32<Fp32Tile<128, 32, 1>>(a);
+        case 16: return run(Fp32Tile<16, 64, 2>(), Fp32Tile<16, 64, 1>());
+        case 32: return run(Fp32Tile<32, 64, 2>(), Fp32Tile<32, 64, 1>());
+        case 64: return run(Fp32Tile<64, 64, 3>(), Fp32Tile<64, 64, 1>());
+        case 80: return run(Fp32Tile<80, 64, 2>(), Fp32Tile<80, 64, 1>());
+        default: return run(Fp32Tile<128, 64, 2>(), Fp32Tile<128, 32, 1>());
     }
 }
 static void backward(const AttentionTensors& t) {
@@ -498,12 +517,15 @@ static void backward(const AttentionTensors& t) {
     float* delta = workspace.as<float>();
     int64_t rows = (int64_t)a.B * a.H * a.Tq;
     LAUNCH(flash_delta_fp32_kernel, ceil_div(rows * WARP, 256), 256, a, D, delta);
+
     auto run = [&](auto large, auto small) {
         static_assert(decltype(small)::backward_bytes <= 99 * 1024,
                       "8.6, 8.9 and 12.0 have no more");
-        shared_memory_per_block() >= decltype(large)::backward_bytes
-            ? backward_fp32<decltype(large)>(a, delta)
-            : backward_fp32<decltype(small)>(a, delta);
+        if (shared_memory_per_block() >= decltype(large)::backward_bytes) {
+            backward_fp32<decltype(large)>(a, delta);
+        } else {
+            backward_fp32<decltype(small)>(a, delta);
+        }
     };
     switch (D) {
         case 16: return run(Fp32Tile<16, 64, 2>(), Fp32Tile<16, 64, 1>());

@@ -461,7 +461,7 @@ static void free_cuda(void*) {}
 // each category's share of it.
 
 static MemoryUse uses[META + 1];  // by device, as what follows
-static std::set<const Memory*> live[META + 1];
+static set<const Memory*> live[META + 1];
 static std::mutex books_mutex;  // the last owner of a buffer may be another thread
 
 static std::atomic<bool> logging{false};

@@ -30,6 +30,7 @@
 
 // Names of the standard library that stand on every page.
 using std::function;
+using std::set;
 using std::shared_ptr;
 using std::string;
 using std::vector;
@@ -635,9 +636,9 @@ void save_safetensors(const string& path, const vector<std::pair<string, FileTen
 // Returns the file's tensor of this name; fails unless it has one of the dtypes and this shape, in
 // which -1 is any size.
 const FileTensor& require_tensor(const SafeTensors& file, const string& name, const Shape& shape,
-                                 const std::set<string>& dtypes);
+                                 const set<string>& dtypes);
 // Fails if the file has a tensor that is not in `names`; `what` says what they are.
-void require_no_others(const SafeTensors& file, const std::set<string>& names, const string& what);
+void require_no_others(const SafeTensors& file, const set<string>& names, const string& what);
 FileTensor describe(const Tensor& cpu_tensor);  // for save_safetensors; points into the tensor
 
 // -------------------------------------------------------------------------------------------------

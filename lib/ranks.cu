@@ -499,7 +499,7 @@ static int find_local_ranks(Communicator& c) {
     here += std::filesystem::read_symlink("/proc/self/ns/net", ignored).string();
 
     const vector<string> machines = gather_text(c, here), ids = gather_text(c, gpu_ids());
-    std::set<string> gpus;
+    set<string> gpus;
     for (int r = 0; r < c.world; r++) {
         std::istringstream words(machines[r] == here ? ids[r] : "");
         for (string id; words >> id;) { gpus.insert(id); }

@@ -76,7 +76,7 @@ static bool read_tensor(const json& entry, const char* data, size_t data_bytes, 
 
 // Fails unless the tensors, in the order of their addresses, cover the data exactly.
 static void check_layout(const SafeTensors& file, const char* data, size_t data_bytes) {
-    std::set<std::tuple<const void*, size_t, string>> order;
+    set<std::tuple<const void*, size_t, string>> order;
     for (const auto& [name, t] : file.tensors) { order.emplace(t.data, t.bytes, name); }
     const char* end = data;  // where the tensors so far end
     for (const auto& [at, bytes, name] : order) {
@@ -159,7 +159,7 @@ SafeTensors load_safetensors(const string& path) {
 }
 
 // Fails at the first tensor of the file that is not in `names`.
-void require_no_others(const SafeTensors& file, const std::set<string>& names, const string& what) {
+void require_no_others(const SafeTensors& file, const set<string>& names, const string& what) {
     for (const auto& [name, t] : file.tensors) {
         if (!names.count(name)) {
             fail("%s: tensor %s: not %s", file.path.c_str(), shown(name).c_str(), what.c_str());
@@ -169,7 +169,7 @@ void require_no_others(const SafeTensors& file, const std::set<string>& names, c
 
 // Returns the file's tensor of this name, or fails and says what was expected and what was found.
 const FileTensor& require_tensor(const SafeTensors& file, const string& name, const Shape& shape,
-                                 const std::set<string>& dtypes) {
+                                 const set<string>& dtypes) {
     string where = file.path + ": tensor " + shown(name);
     auto found = file.tensors.find(name);
     if (found == file.tensors.end()) {
