@@ -577,8 +577,11 @@ vector<Mode> modes_of(const Options& o, const vector<ModelConfig>& configs,
             const int64_t D = c.d_model / c.num_heads;
             for (Mode& mode : modes) {
                 if (mode != FLASH) { continue; }
-                if (o.has("mode")) { require_flash(context.device, dtype, D); }
-                if (!fastest_flash(context.device, dtype, D)) { mode = FUSED; }
+                if (o.has("mode")) {
+                    require_flash(context.device, dtype, D);
+                } else if (!fastest_flash(context.device, dtype, D)) {
+                    mode = FUSED;
+                }
             }
         }
     }
