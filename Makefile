@@ -125,7 +125,7 @@ $(BUILD)/%.o: tests/%.cpp $(BUILD)/config.mk
 	$(call say,$<)
 	$(Q)$(COMPILE_CU) $(TEST_FLAGS) -I. -Itests $(DEFINES) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
 
-$(BUILD)/lib/ranks.o: DEFINES += $(if $(HAVE_GLOO),-DHAVE_GLOO) $(if $(HAVE_NCCL),-DHAVE_NCCL)
+$(BUILD)/lib/ranks.o $(BUILD)/fast/collectives.o: DEFINES += $(if $(HAVE_GLOO),-DHAVE_GLOO) $(if $(HAVE_NCCL),-DHAVE_NCCL)
 ifeq ($(FLAVOUR),cuda)
 # Another ARCH, or a card that `make config` found, compiles everything again.
 ASKED_ARCH := $(ARCH)

@@ -337,8 +337,21 @@ struct FastWays {
     Tensor (*forward_backward)(Model& model, const Batch& batch, float loss_scale,
                                const function<void()>& between);
     Tensor (*infer)(Model& model, const Tensor& tokens);
+    // NCCL beside products; both of the first are collective.
+    void (*allocate_shared)(const Communicator& c, const function<void()>& f);
+    void (*free_shared)(const Communicator& c);
+    WorkPtr (*all_reduce_beside)(const Communicator& c, const Tensor& t, Reduction how);
+    WorkPtr (*run_behind)(const WorkPtr& work, const function<void()>& f);
 };
 inline FastWays fast_ways;
+// Runs f, in which all ranks allocate what collectives move.
+inline void allocate_shared(const Communicator& c, const function<void()>& f) {
+    if (fast_ways.allocate_shared) {
+        fast_ways.allocate_shared(c, f);
+    } else {
+        f();
+    }
+}
 
 // FORWARD: without a tape; STEP: with the optimizer's
 enum Phase { FORWARD, FORWARD_BACKWARD, STEP };

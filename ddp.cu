@@ -268,15 +268,12 @@ static vector<Bucket> cut_into_buckets(const vector<Parameter>& parameters, DTyp
     return buckets;
 }
 
-// From here on an all-reduce beside backward is two calls, a reduce-scatter and an all-gather (see
-// all_reduce). With a smaller bucket two calls cost more than they gain.
-constexpr int64_t BESIDE_ABOVE = 8000000;  // elements
-
 static void start_next_bucket(DataParallel& d) {
     const Bucket& bucket = d.buckets[d.next];
-    const int64_t n = bucket.end - bucket.begin;
-    const bool beside = WAYS[d.strategy].at_once && n > BESIDE_ABOVE;
-    d.works.push_back(all_reduce(d.c, view(d.gradients, bucket.begin, {n}), AVERAGE, beside));
+    const Tensor gradients = view(d.gradients, bucket.begin, {bucket.end - bucket.begin});
+    const bool beside = WAYS[d.strategy].at_once && fast_ways.all_reduce_beside;
+    auto* start = beside ? fast_ways.all_reduce_beside : all_reduce;
+    d.works.push_back(start(d.c, gradients, AVERAGE));
     d.next++;
 }
 
@@ -763,7 +760,7 @@ void run_way(WayRun& way, const Communicator& c, const Options& options, const M
     } else {
         way.oom = run_if_fits(way.name, way.predicted, run, way.predicted);
     }
-    free_shared(c);
+    if (fast_ways.free_shared) { fast_ways.free_shared(c); }
 }
 
 struct DdpRun : WayRun {

@@ -184,21 +184,6 @@ static void pre_forward(Fsdp& fsdp, int i) {
     }
 }
 
-// Waits for the reduce-scatter under way, and keeps its sum or adds it to that of an earlier
-// backward. (With steps_in_backward AdamW has had it.)
-static void finish_reduce(Fsdp& fsdp) {
-    if (fsdp.reducing < 0) { return; }
-    wait_for(fsdp, fsdp.reducing, fsdp.reduce);
-    Tensor& sum = fsdp.units[fsdp.reducing].gradient;
-    if (sum) {
-        copy_or_add(sum, fsdp.reduced, true);
-    } else if (!fsdp.steps_in_backward) {
-        sum = fsdp.reduced;
-    }
-    fsdp.reduced = Tensor();
-    fsdp.reducing = -1;
-}
-
 // Zeroes what has no gradient: padding, and parameters that this rank's loss did not depend on.
 static void zero_the_rest(FsdpUnit& unit) {
     int64_t end = 0;
@@ -229,7 +214,32 @@ static void step_shard(Fsdp& fsdp, vector<FlatGradient> gradients, float gradien
                  group.step, gradient_scale, fsdp.split);
 }
 
-// Starts the reduce-scatter of unit i's gradients and, with steps_in_backward, AdamW behind it.
+static void step_reduced(Fsdp& fsdp, const FsdpUnit& unit) {
+    step_shard(fsdp, {{fsdp.reduced, unit.offset}}, 1);
+}
+// Says whether AdamW on a unit runs beside the rest of backward, by fast/; else it stands between.
+static bool steps_beside(const Fsdp& fsdp) {
+    return fast_ways.run_behind && fsdp.c.backend == "nccl";
+}
+
+// Waits for the reduce-scatter under way. Then AdamW has its sum at once, or the unit keeps it, or
+// adds it to that of an earlier backward.
+static void finish_reduce(Fsdp& fsdp) {
+    if (fsdp.reducing < 0) { return; }
+    wait_for(fsdp, fsdp.reducing, fsdp.reduce);
+    FsdpUnit& unit = fsdp.units[fsdp.reducing];
+    if (fsdp.steps_in_backward) {
+        if (!steps_beside(fsdp)) { step_reduced(fsdp, unit); }
+    } else if (unit.gradient) {
+        copy_or_add(unit.gradient, fsdp.reduced, true);
+    } else {
+        unit.gradient = fsdp.reduced;
+    }
+    fsdp.reduced = Tensor();
+    fsdp.reducing = -1;
+}
+
+// Starts the reduce-scatter of unit i's gradients.
 static void start_reduce(Fsdp& fsdp, int i) {
     Range range("reduce");
     finish_reduce(fsdp);  // of unit i + 1: backward now writes unit i - 1's gradients over them
@@ -239,10 +249,9 @@ static void start_reduce(Fsdp& fsdp, int i) {
                                           : empty({unit.part}, unit.gradients.dtype, GRADIENTS);
     fsdp.reduce = reduce_scatter(fsdp.c, unit.gradients, AVERAGE, fsdp.reduced);
     fsdp.reducing = i;
-    if (!fsdp.steps_in_backward) { return; }
-    run_behind(fsdp.c, fsdp.reduce, [&fsdp, &unit] {
-        step_shard(fsdp, {{fsdp.reduced, unit.offset}}, 1);
-    });
+    if (fsdp.steps_in_backward && steps_beside(fsdp)) {
+        fsdp.reduce = fast_ways.run_behind(fsdp.reduce, [&] { step_reduced(fsdp, unit); });
+    }
 }
 static void pre_backward(Fsdp& f, int i) {
     for (; f.reached > i; f.reached--) { start_reduce(f, f.reached); }
@@ -278,10 +287,9 @@ static void drop_gradients(Fsdp& f) {
 }
 
 // Forgets the last step's gradients and gathered weights, which have changed since.
-// steps_in_backward: each unit takes its AdamW step as soon as its gradient is an average, beside
-// the rest of backward, and its gradient is not kept. That is for steps of one backward whose
-// gradients need no norm first, for clipping or for fp16's loss scale. fsdp_optimizer_step still
-// follows: it steps the norms.
+// steps_in_backward: each unit takes its AdamW step as soon as its gradient is an average, and
+// its gradient is not kept. That is for steps of one backward whose gradients need no norm first,
+// for clipping or for fp16's loss scale. fsdp_optimizer_step still follows: it steps the norms.
 static void begin_fsdp_step(Fsdp& f, bool steps_in_backward = false) {
     f.waits.clear();
     drop_gradients(f);

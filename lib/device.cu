@@ -205,8 +205,8 @@ Device choose_device(const string& want, [[maybe_unused]] int gpu) {
 #ifdef __CUDACC__
 static thread_local cudaStream_t other = nullptr;  // with_stream's
 
-// Returns the stream in which this thread launches. The compute stream's priority lies between that
-// of collectives, which come first, and that of what run_behind runs.
+// Returns the stream in which this thread launches. Collectives come before the compute stream's
+// work, and there is room for streams that come behind it.
 cudaStream_t stream() {
     static const cudaStream_t compute = [] {
         cudaStream_t created;

@@ -36,6 +36,24 @@ void start_cublas();
         LAUNCH_CHECK();                                      \
     } while (0)
 
+#ifdef HAVE_NCCL
+// lib/ranks.cu: what NCCL's ways are made of.
+#define WITH_NCCL
+#include <nccl.h>
+struct Lane {  // a communicator of NCCL's, and the stream where its collectives run in order
+    ncclComm_t nccl = nullptr;
+    cudaStream_t stream = nullptr;
+};
+Lane open_lane(const Communicator& c, ncclConfig_t* config);  // collective
+void close_lane(Lane& lane);
+// Queues a collective in a lane, behind `ready`, a mark of any stream, and sets its work's marks.
+void enqueue(const Communicator& c, const Lane& lane, Work& work, const Collective& x,
+             const Mark& ready);
+void await(cudaStream_t s, const Mark& m);  // the stream waits until the mark is reached
+void nccl_check(ncclResult_t result, const char* call);
+#define NCCL_CHECK(call) nccl_check(call, #call)
+#endif
+
 constexpr int WARP = 32;
 inline int ceil_div(int64_t a, int64_t b) { return (int)((a + b - 1) / b); }
 __device__ inline float warp_sum(float x) {

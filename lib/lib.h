@@ -200,9 +200,7 @@ constexpr Source here(const char* file = __builtin_FILE(), int line = __builtin_
                       const char* function = __builtin_FUNCTION()) {
     return {file, line, function};
 }
-// Something that gives buffers their memory instead of our pools (only for speed): a captured CUDA
-// graph needs its buffers at the same addresses in each step, NCCL's copy engines need memory that
-// all ranks have registered.
+// Something that gives buffers their memory in place of our pools.
 struct Places {
     // Whether each buffer counts by itself. If not, all lie in one buffer, which counts already.
     bool counted = false;
@@ -670,15 +668,27 @@ struct Work {  // a collective that was started
     uint32_t number;  // counts the collectives: the same on all ranks
     size_t bytes;     // of the whole tensor
     double started_ms;
-    Mark begin, end;  // when it ran; known after wait() and synchronize()
-    bool finished = false;
-    string error;  // Gloo's; "": none
-    // run_behind's: with NCCL the end of f, with Gloo the f that wait() has yet to call
-    Mark done;
-    function<void()> behind;
+    Mark begin, end;        // when it ran; known after wait() and synchronize()
+    bool finished = false;  // Gloo's, as the next
+    string error;           // "": none
 };
 using WorkPtr = shared_ptr<Work>;
 enum Reduction { SUM, AVERAGE };
+struct Collective {
+    enum Kind { ALL_REDUCE, BROADCAST, REDUCE_SCATTER, ALL_GATHER } kind;
+    Tensor tensor;
+    Reduction how = SUM;
+    int root = 0;     // of a broadcast
+    Tensor own = {};  // reduce_scatter's and all_gather's
+};
+// A row of the table of ways to work with NCCL. A process has one communicator.
+struct NcclWay {
+    int rung;
+    void (*connect)(const Communicator& c);
+    // Queues a collective behind what the compute stream has been given; sets its work's marks.
+    void (*start)(const Communicator& c, Work& work, const Collective& x);
+    void (*disconnect)(const Communicator& c);
+};
 // Each call starts a collective; wait() ends it. All ranks call the same ones in the same order. A
 // collective begins when what is queued on the compute stream is done, and runs beside what
 // follows. t is row-major, and both input and output; its dtype is fp32 or bf16 (broadcast and
@@ -689,11 +699,8 @@ enum Reduction { SUM, AVERAGE };
 //                   Other parts are undefined afterwards.
 //   all_gather      Each part becomes its owner's.
 // own: a tensor that holds this rank's part instead of t: reduce_scatter writes the part there, and
-// all_gather reads it from there. beside (only for speed): the caller goes on with products. An
-// all-reduce of a shared buffer (see below) then runs as a reduce-scatter and an all-gather, which
-// leaves the products more multiprocessors.
-WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction reduction,
-                   bool beside = false);
+// all_gather reads it from there.
+WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction reduction);
 WorkPtr broadcast(const Communicator& c, const Tensor& t, int root);
 WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, Reduction reduction,
                        const Tensor& own = Tensor());
@@ -704,16 +711,3 @@ void barrier(const Communicator& c);  // the host waits for all ranks and their 
 // Returns what every rank has passed as its text. It goes through the ranks' folder, not through
 // the backend. It waits for a rank as long as that shows life, so it is a barrier, too.
 vector<string> gather_text(const Communicator& c, const string& text);
-
-// The next three only serve speed: without them, results are the same.
-// Runs f, on all ranks. What f allocates on a GPU is a shared buffer: NCCL's all-gather moves it by
-// copy engines, and leaves the multiprocessors to products. Other ranks read such a buffer, so its
-// memory stays until free_shared.
-void allocate_shared(const Communicator& c, const function<void()>& f);
-// Frees, on all ranks, the memory of shared buffers that are gone.
-void free_shared(const Communicator& c);
-// Runs f when a collective has ended, while the caller goes on; the next wait() for it waits for f,
-// too. NCCL: what f launches runs in a stream of the lowest priority, in the room that the compute
-// stream leaves. Gloo: wait() calls f. Until wait() nobody else may touch what f writes, or free
-// what it reads. f may not allocate, since memory is freed in the compute stream's order.
-void run_behind(const Communicator& c, const WorkPtr& work, const function<void()>& f);

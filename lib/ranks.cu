@@ -6,9 +6,8 @@
 //   the communicator  what connects a rank with the others by Gloo or NCCL, and its watchdog
 //   the collectives   all-reduce, broadcast, reduce-scatter, all-gather, barrier: start() one, do
 //                     something else, wait() for it
-//   only for speed    two lanes, windows, run_behind: no result needs them
 // Beside section 2.1 read the collectives from start() on.
-#include "lib.h"
+#include "gpu.h"
 
 #include <chrono>
 #include <condition_variable>
@@ -33,13 +32,8 @@ constexpr bool HAS_GLOO = true;
 #else
 constexpr bool HAS_GLOO = false;
 #endif
-#if defined(__CUDACC__) && defined(HAVE_NCCL)
-#define WITH_NCCL
+#ifdef WITH_NCCL
 constexpr bool HAS_NCCL = true;
-#include <nccl.h>
-#ifdef NCCL_CTA_POLICY_ZERO  // NCCL 2.28
-#define WITH_WINDOWS
-#endif
 #else
 constexpr bool HAS_NCCL = false;
 #endif
@@ -310,16 +304,6 @@ struct Links {
     shared_ptr<gloo::rendezvous::Context> gloo;
     std::thread worker;
 #endif
-#ifdef WITH_NCCL
-    struct Lane {  // a communicator of NCCL's, and the stream where its collectives run in order
-        ncclComm_t nccl = nullptr;
-        cudaStream_t stream = nullptr;
-    };
-    Lane lane;                      // of all collectives but reduce-scatters
-    Lane reduce_scatter_lane;       // only for speed, as the next two
-    cudaStream_t behind = nullptr;  // run_behind's
-#endif
-    shared_ptr<Places> windows;  // allocate_shared's; null if there are none
 };
 
 // Ends this process with one line, after a while: a rank's end ends the others, so those who only
@@ -422,49 +406,42 @@ static void connect_gloo(Communicator&) {}  // why_not() has refused it
 #endif
 
 #ifdef WITH_NCCL
-// Makes a stream wait until this mark of another stream is reached.
-static void await(cudaStream_t s, const Mark& m) {
+// NCCL. A collective is a kernel in the stream of a lane. This stream waits by an event until the
+// compute stream has made the tensor, and wait() makes the compute stream wait for the collective's
+// end. The host waits for neither.
+
+void await(cudaStream_t s, const Mark& m) {
     CUDA_CHECK(cudaStreamWaitEvent(s, (cudaEvent_t)m.event.get()));
 }
-static void nccl_check(ncclResult_t result, const char* call) {
+void nccl_check(ncclResult_t result, const char* call) {
     if (result == ncclSuccess) { return; }
     fail("%s: %s (%s)", call, ncclGetErrorString(result), ncclGetLastError(nullptr));
 }
-#define NCCL_CHECK(call) nccl_check(call, #call)
 
-#ifdef WITH_WINDOWS
-static void prepare_windows(Links& links, ncclConfig_t* config);  // in the last section
-#endif
-
-// Makes NCCL's communicator, whose id rank 0 tells the others, and the streams where collectives
-// run: ahead of the compute stream's kernels, since other ranks wait for them.
-static void connect_nccl(Communicator& c) {
-    Links& links = *c.links;
+// Makes NCCL's communicator, whose id rank 0 tells the others, and a stream for its collectives.
+// They run ahead of the compute stream's kernels, since other ranks wait for them.
+Lane open_lane(const Communicator& c, ncclConfig_t* config) {
+    Lane lane;
     int least, greatest;
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-    for (auto* lane : {&links.reduce_scatter_lane, &links.lane}) {
-        CUDA_CHECK(cudaStreamCreateWithPriority(&lane->stream, cudaStreamNonBlocking, greatest));
-    }
-    CUDA_CHECK(cudaStreamCreateWithPriority(&links.behind, cudaStreamNonBlocking, least));
+    CUDA_CHECK(cudaStreamCreateWithPriority(&lane.stream, cudaStreamNonBlocking, greatest));
 
     // Nobody outside then reaches NCCL's ports.
     if (c.local_world == c.world) { setenv("NCCL_SOCKET_IFNAME", "lo", false); }
     ncclUniqueId id{};
     if (c.rank == 0) { NCCL_CHECK(ncclGetUniqueId(&id)); }
     memcpy(&id, gather_text(c, string((const char*)&id, sizeof id))[0].data(), sizeof id);
-
-    // Blocking, since a non-blocking communicator starts a thread for every collective.
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    ncclComm_t& nccl = links.lane.nccl;
-#ifdef WITH_WINDOWS
-    prepare_windows(links, &config);
-#endif
-    NCCL_CHECK(ncclCommInitRankConfig(&nccl, c.world, id, c.rank, &config));
-    NCCL_CHECK(ncclCommSplit(nccl, 0, c.rank, &links.reduce_scatter_lane.nccl, nullptr));
+    NCCL_CHECK(ncclCommInitRankConfig(&lane.nccl, c.world, id, c.rank, config));
+    return lane;
 }
-#else
-static void connect_nccl(Communicator&) {}  // why_not() has refused it
+void close_lane(Lane& lane) {
+    if (lane.nccl) { NCCL_CHECK(ncclCommDestroy(lane.nccl)); }
+    lane.nccl = nullptr;
+}
 #endif
+
+// Returns how this program works with NCCL: the fastest of the ways that are linked.
+static const NcclWay& nccl_way() { return table_of<NcclWay>().back(); }
 
 // Returns why this backend cannot connect n ranks of this machine on such devices; "": it can.
 string why_not(const string& backend, Device device, int n, int gpus) {
@@ -536,7 +513,7 @@ static void connect_ranks(Communicator& c, const string& device, const string& b
     choose_device_and_backend(c, device, backend);
     links.watchdog = std::thread([&links] { watch(links); });
     if (c.backend == "nccl") {
-        connect_nccl(c);
+        nccl_way().connect(c);
     } else {
         connect_gloo(c);
     }
@@ -548,7 +525,6 @@ static void connect_ranks(Communicator& c, const string& device, const string& b
 // rank removes the folder, since the others have yet to read from it.
 static void disconnect_ranks(Communicator& c) {
     Links& links = *c.links;
-    free_shared(c);
     gather_text(c, "");  // nobody still waits for a part of ours
     {
         std::lock_guard<std::mutex> lock(links.mutex);
@@ -560,12 +536,8 @@ static void disconnect_ranks(Communicator& c) {
     if (links.worker.joinable()) { links.worker.join(); }
     links.gloo.reset();
 #endif
-#ifdef WITH_NCCL
+    if (c.backend == "nccl") { nccl_way().disconnect(c); }
     links.under_way.clear();
-    for (auto* lane : {&links.reduce_scatter_lane, &links.lane}) {
-        if (lane->nccl) { NCCL_CHECK(ncclCommDestroy(lane->nccl)); }
-    }
-#endif
     links.barrier_token = Tensor();
 
     save_file(file_of(c.rank, "done"), "");
@@ -604,15 +576,6 @@ int join_ranks(int world, const string& device, const string& backend, double ti
 // -------------------------------------------------------------------------------------------------
 // The collectives. start() hands one to Gloo or NCCL and returns at once; wait() ends when it is
 // done. All ranks start the same ones in the same order.
-
-struct Collective {
-    enum Kind { ALL_REDUCE, BROADCAST, REDUCE_SCATTER, ALL_GATHER } kind;
-    Tensor tensor;
-    Reduction how = SUM;
-    int root = 0;     // of a broadcast
-    Tensor own = {};  // reduce_scatter's and all_gather's
-    bool beside = false;
-};
 
 static size_t bytes_of(const Tensor& t) { return t.size() * size_of(t.dtype); }
 
@@ -693,9 +656,7 @@ static void start_on_gloo(Links&, const WorkPtr&, const Collective&) {}
 #endif
 
 #ifdef WITH_NCCL
-// NCCL: a collective is a kernel in a lane's stream. That stream waits by an event until the
-// compute stream has made the tensor, and wait() makes the compute stream wait for the collective's
-// end. The host waits for neither.
+// NCCL's collectives.
 
 static ncclDataType_t nccl_type(DType t) {
     if (t == F32) { return ncclFloat32; }
@@ -703,14 +664,14 @@ static ncclDataType_t nccl_type(DType t) {
     fail("NCCL: %s tensors are not for collectives here", name_of(t));
 }
 
-// Queues a collective behind `ready`, a mark of any stream, and sets the marks of its work.
-static void enqueue(Links& links, Work& work, const Collective& x, const Mark& ready) {
-    const bool is_scatter = x.kind == Collective::REDUCE_SCATTER;
-    const auto [nccl, stream] = is_scatter ? links.reduce_scatter_lane : links.lane;
+// Queues a collective in a lane, behind `ready`, a mark of any stream, and sets its work's marks.
+void enqueue(const Communicator& c, const Lane& lane, Work& work, const Collective& x,
+             const Mark& ready) {
+    const auto [nccl, stream] = lane;
     const Tensor& t = x.tensor;
-    const size_t n = t.size(), bytes = bytes_of(t), part = bytes / links.world;
+    const size_t n = t.size(), bytes = n * size_of(t.dtype), part = bytes / c.world;
     char* data = t.data;
-    char* own = x.own ? x.own.data : data + links.rank * part;
+    char* own = x.own ? x.own.data : data + c.rank * part;
     const ncclRedOp_t op = x.how == AVERAGE ? ncclAvg : ncclSum;
 
     await(stream, ready);
@@ -719,8 +680,8 @@ static void enqueue(Links& links, Work& work, const Collective& x, const Mark& r
         NCCL_CHECK(ncclAllReduce(data, data, n, nccl_type(t.dtype), op, nccl, stream));
     } else if (x.kind == Collective::BROADCAST) {
         NCCL_CHECK(ncclBroadcast(data, data, bytes, ncclInt8, x.root, nccl, stream));
-    } else if (is_scatter) {
-        const size_t part_n = n / links.world;
+    } else if (x.kind == Collective::REDUCE_SCATTER) {
+        const size_t part_n = n / c.world;
         NCCL_CHECK(ncclReduceScatter(data, own, part_n, nccl_type(t.dtype), op, nccl, stream));
     } else {
         NCCL_CHECK(ncclAllGather(own, data, part, ncclInt8, nccl, stream));
@@ -728,24 +689,18 @@ static void enqueue(Links& links, Work& work, const Collective& x, const Mark& r
     work.end = mark_on(stream);
 }
 
-// Queues a collective behind what the compute stream has been given. An all-reduce in a window runs
-// as two, if the caller has products beside it: see the last section.
-static void start_on_nccl(Links& links, const WorkPtr& work, const Collective& x) {
-    Range range(work->what);
-    if (x.beside && x.tensor.size() % links.world == 0 && links.windows &&
-        x.tensor.memory->places == links.windows) {
-        enqueue(links, *work, {Collective::REDUCE_SCATTER, x.tensor, x.how}, mark());
-        const Mark begin = work->begin, scattered = work->end;
-        enqueue(links, *work, {Collective::ALL_GATHER, x.tensor}, scattered);
-        work->begin = begin;
-    } else {
-        enqueue(links, *work, x, mark());
-    }
-    std::lock_guard<std::mutex> lock(links.mutex);
-    links.under_way.push_back(work);
+// The plain way: one lane for all collectives.
+static Lane only_lane;
+static void connect_nccl(const Communicator& c) {
+    // Blocking, since a non-blocking communicator starts a thread for every collective.
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    only_lane = open_lane(c, &config);
 }
-#else
-static void start_on_nccl(Links&, const WorkPtr&, const Collective&) {}
+static void start_on_nccl(const Communicator& c, Work& work, const Collective& x) {
+    enqueue(c, only_lane, work, x, mark());
+}
+static const AddRow<NcclWay> one_lane({1, connect_nccl, start_on_nccl,
+                                       [](const Communicator&) { close_lane(only_lane); }});
 #endif
 
 // Starts a collective. Returns what wait() takes; null on META, where nothing runs.
@@ -764,14 +719,17 @@ static WorkPtr start(const Communicator& c, const Collective& x) {
     work->bytes = bytes_of(x.tensor);
     work->started_ms = now_ms();
     if (c.backend == "nccl") {
-        start_on_nccl(links, work, x);
+        Range range(work->what);
+        nccl_way().start(c, *work, x);
+        std::lock_guard<std::mutex> lock(links.mutex);
+        links.under_way.push_back(work);
     } else {
         start_on_gloo(links, work, x);
     }
     return work;
 }
-WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction how, bool beside) {
-    return start(c, {Collective::ALL_REDUCE, t, how, 0, {}, beside});
+WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction how) {
+    return start(c, {Collective::ALL_REDUCE, t, how});
 }
 WorkPtr broadcast(const Communicator& c, const Tensor& t, int root) {
     return start(c, {Collective::BROADCAST, t, SUM, root});
@@ -783,22 +741,20 @@ WorkPtr all_gather(const Communicator& c, const Tensor& t, const Tensor& own) {
     return start(c, {Collective::ALL_GATHER, t, SUM, 0, own});
 }
 
-// Waits until a collective, and what run_behind has put behind it, is done. NCCL: the compute
-// stream waits. Gloo: the host does, and a collective's error is thrown here.
+// Waits until a collective is done. NCCL: the compute stream waits. Gloo: the host does, and a
+// collective's error is thrown here.
 void wait(const Communicator& c, const WorkPtr& work) {
     if (!work) { return; }
     Links& links = *c.links;
 #ifdef WITH_NCCL
     if (c.backend == "nccl") {
-        await(stream(), work->done.event ? work->done : work->end);
+        await(stream(), work->end);
         return;
     }
 #endif
     std::unique_lock<std::mutex> lock(links.mutex);
     links.changed.wait(lock, [&] { return work->finished; });
     if (!work->error.empty()) { fail("%s: Gloo: %s", work->what, work->error.c_str()); }
-    lock.unlock();
-    if (auto f = std::exchange(work->behind, nullptr)) { f(); }
 }
 
 // An all-reduce ends nowhere before it has begun everywhere.
@@ -806,89 +762,4 @@ void barrier(const Communicator& c) {
     synchronize();
     wait(c, all_reduce(c, c.links->barrier_token, SUM));
     synchronize();
-}
-
-// -------------------------------------------------------------------------------------------------
-// What only serves speed. No result depends on it:
-//   two lanes   reduce-scatters have a communicator and a stream of their own, so that FSDP's
-//               gathers run beside them
-//   windows     memory that all ranks have registered with NCCL: copy engines then move what is
-//               gathered, and the multiprocessors are left to products. An all-reduce that is a
-//               scatter and a gather gains by that for its second half.
-//   run_behind  AdamW on a part whose gradient has just been reduced, in the room that other
-//               kernels leave
-
-#ifdef WITH_WINDOWS
-// NCCL's symmetric windows, as places for buffers. All ranks open one together, or close it.
-struct Windows : Places {
-    struct Window {
-        void* data;
-        ncclWindow_t handle;
-        bool in_use;
-    };
-    const ncclComm_t& nccl;  // a reference, since the communicator is made later
-    vector<Window> windows;
-    explicit Windows(const ncclComm_t& nccl) : nccl(nccl) { counted = true; }
-
-    // Opens a window of so many bytes for a new buffer.
-    size_t take(size_t bytes, void** at) override {
-        Window w{nullptr, nullptr, true};
-        give_back_cached_memory();  // our pool's is not NCCL's
-        NCCL_CHECK(ncclMemAlloc(&w.data, bytes));
-        NCCL_CHECK(ncclCommWindowRegister(nccl, w.data, bytes, &w.handle, NCCL_WIN_COLL_SYMMETRIC));
-        windows.push_back(w);
-        *at = w.data;
-        return windows.size() - 1;
-    }
-    void give(size_t number) override { windows[number].in_use = false; }
-
-    // Closes the windows whose buffers are gone, and frees their memory.
-    void close_unused() {
-        for (Window& w : windows) {
-            if (w.in_use || !w.data) { continue; }
-            NCCL_CHECK(ncclCommWindowDeregister(nccl, w.handle));
-            NCCL_CHECK(ncclMemFree(w.data));
-            w.data = nullptr;
-        }
-    }
-};
-
-static void prepare_windows(Links& links, ncclConfig_t* config) {
-    config->CTAPolicy = NCCL_CTA_POLICY_ZERO;  // copy engines, wherever they can do it
-    links.windows = std::make_shared<Windows>(links.lane.nccl);
-}
-#endif
-
-void allocate_shared(const Communicator& c, const function<void()>& f) {
-    if (context.device == CUDA && c.links && c.links->windows) {
-        allocate_in(c.links->windows, f);
-    } else {
-        f();
-    }
-}
-void free_shared(const Communicator& c) {
-    if (!c.links || !c.links->windows) { return; }
-    barrier(c);
-#ifdef WITH_WINDOWS
-    ((Windows&)*c.links->windows).close_unused();
-#endif
-}
-
-// Runs f behind a collective: with NCCL in a stream of the lowest priority, with Gloo in wait().
-void run_behind([[maybe_unused]] const Communicator& c, const WorkPtr& work,
-                const function<void()>& f) {
-    if (!work) {  // META
-        f();
-        return;
-    }
-#ifdef WITH_NCCL
-    if (c.backend == "nccl") {
-        const cudaStream_t behind = c.links->behind;
-        await(behind, work->end);
-        with_stream(behind, f);
-        work->done = mark_on(behind);
-        return;
-    }
-#endif
-    work->behind = f;
 }

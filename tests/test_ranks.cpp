@@ -80,13 +80,13 @@ TEST_CASE("ranks: collectives over NCCL") {
 // So the ranks wait for random times, and nothing but the collectives holds them together.
 static void check_shared_buffers(const Communicator& c) {
     NoGrad no_grad;
-    const int64_t part = 1 << 18, n = part * c.world;
+    const int64_t part = 1 << 22, n = part * c.world;  // large enough for two calls
     Tensor own, whole, sum, expected = empty({n}, F32), x = zeros({1024, 1024}, F32),
                             wrong = zeros({}, F32);
     for (int step = 0; step < 500; step++) {
         if (step % 250 == 0) {
             own = whole = sum = Tensor();
-            free_shared(c);
+            fast_ways.free_shared(c);
             allocate_shared(c, [&] {
                 own = empty({part}, F32);
                 whole = empty({n}, F32);
@@ -102,7 +102,8 @@ static void check_shared_buffers(const Communicator& c) {
         fill_normal(own, step, c.rank, 0, 1);
         fill_normal(sum, step, c.rank, 1, 1);
         delay(1);
-        const vector<WorkPtr> works = {all_gather(c, whole, own), all_reduce(c, sum, SUM, true)};
+        const vector<WorkPtr> works = {all_gather(c, whole, own),
+                                       fast_ways.all_reduce_beside(c, sum, SUM)};
         delay(2);
         for (int r = 0; r < c.world; r++) {
             fill_normal(view(expected, r * part, {part}), step, r, 0, 1);
@@ -119,7 +120,7 @@ static void check_shared_buffers(const Communicator& c) {
     CHECK(to_floats(wrong)[0] == 0);
 }
 TEST_CASE("ranks: shared buffers over NCCL at random times") {
-    if (lacks("nccl", CUDA, 2)) { return; }
+    if (!fast_ways.allocate_shared || lacks("nccl", CUDA, 2)) { return; }
     in_ranks("ranks: shared buffers over NCCL at random times", 2, CUDA, check_shared_buffers);
 }
 

@@ -1,0 +1,145 @@
+// fast/collectives.cu: NCCL beside products. No result depends on it. It has three parts:
+//   two lanes   reduce-scatters have a communicator and a stream of their own, so that FSDP's
+//               gathers run beside them
+//   windows     memory that all ranks have registered with NCCL: copy engines then move what is
+//               gathered, and the multiprocessors are left to products. An all-reduce that is a
+//               scatter and a gather gains by that for its second half.
+//   behind      AdamW on a part whose gradient has just been reduced, in the room that other
+//               kernels leave
+#include "cs336.h"
+#include "lib/gpu.h"
+
+#ifdef WITH_NCCL
+#ifdef NCCL_CTA_POLICY_ZERO  // NCCL 2.28
+#define WITH_WINDOWS
+#endif
+
+static Lane lane;                 // of all collectives but reduce-scatters
+static Lane reduce_scatter_lane;  // of these
+static cudaStream_t behind;       // run_behind's
+static shared_ptr<Places> windows;
+
+#ifdef WITH_WINDOWS
+// NCCL's symmetric windows, as places for buffers. All ranks open one together, or close it.
+struct Windows : Places {
+    struct Window {
+        void* data;
+        ncclWindow_t handle;
+        bool in_use;
+    };
+    vector<Window> windows;
+    Windows() { counted = true; }
+
+    // Opens a window of so many bytes for a new buffer.
+    size_t take(size_t bytes, void** at) override {
+        Window w{nullptr, nullptr, true};
+        give_back_cached_memory();  // our pool's is not NCCL's
+        NCCL_CHECK(ncclMemAlloc(&w.data, bytes));
+        NCCL_CHECK(
+            ncclCommWindowRegister(lane.nccl, w.data, bytes, &w.handle, NCCL_WIN_COLL_SYMMETRIC));
+        windows.push_back(w);
+        *at = w.data;
+        return windows.size() - 1;
+    }
+    void give(size_t number) override { windows[number].in_use = false; }
+
+    // Closes the windows whose buffers are gone, and frees their memory.
+    void close_unused() {
+        for (Window& w : windows) {
+            if (w.in_use || !w.data) { continue; }
+            NCCL_CHECK(ncclCommWindowDeregister(lane.nccl, w.handle));
+            NCCL_CHECK(ncclMemFree(w.data));
+            w.data = nullptr;
+        }
+    }
+};
+#endif
+
+// Makes both lanes, the stream of run_behind, and the windows' list.
+static void connect(const Communicator& c) {
+    // Blocking, since a non-blocking communicator starts a thread for every collective.
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+#ifdef WITH_WINDOWS
+    config.CTAPolicy = NCCL_CTA_POLICY_ZERO;  // copy engines, wherever they can do it
+    windows = std::make_shared<Windows>();
+#endif
+    lane = open_lane(c, &config);
+    reduce_scatter_lane = open_lane(c, &config);
+
+    int least, greatest;
+    CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    CUDA_CHECK(cudaStreamCreateWithPriority(&behind, cudaStreamNonBlocking, least));
+}
+
+// From here on an all-reduce beside backward is two calls, a reduce-scatter and an all-gather. With
+// a smaller bucket two calls cost more than they gain.
+constexpr int64_t BESIDE_ABOVE = 8000000;  // elements
+static bool is_beside = false;             // in all_reduce_beside
+
+// Starts a collective, and an all-reduce in a window that has products beside it as two.
+static void start(const Communicator& c, Work& work, const Collective& x) {
+    const int64_t n = x.tensor.size();
+    if (is_beside && n > BESIDE_ABOVE && n % c.world == 0 && windows &&
+        x.tensor.memory->places == windows) {
+        enqueue(c, reduce_scatter_lane, work, {Collective::REDUCE_SCATTER, x.tensor, x.how},
+                mark());
+        const Mark begin = work.begin, scattered = work.end;
+        enqueue(c, lane, work, {Collective::ALL_GATHER, x.tensor}, scattered);
+        work.begin = begin;
+        return;
+    }
+    const bool is_scatter = x.kind == Collective::REDUCE_SCATTER;
+    enqueue(c, is_scatter ? reduce_scatter_lane : lane, work, x, mark());
+}
+static WorkPtr all_reduce_beside(const Communicator& c, const Tensor& t, Reduction how) {
+    is_beside = true;
+    WorkPtr work = all_reduce(c, t, how);
+    is_beside = false;
+    return work;
+}
+
+// Runs f, on all ranks, and puts what it allocates on a GPU into windows. Other ranks read such a
+// buffer, so its memory stays until close_windows.
+static void allocate_in_windows(const Communicator& c, const function<void()>& f) {
+    if (context.device == CUDA && c.links && windows) {
+        allocate_in(windows, f);
+    } else {
+        f();
+    }
+}
+// Frees, on all ranks, the memory of shared buffers that are gone.
+static void close_windows(const Communicator& c) {
+    if (!c.links || !windows) { return; }
+    barrier(c);
+#ifdef WITH_WINDOWS
+    ((Windows&)*windows).close_unused();
+#endif
+}
+static void disconnect(const Communicator& c) {
+    close_windows(c);
+    close_lane(reduce_scatter_lane);
+    close_lane(lane);
+}
+
+// Runs f when a collective has ended, while the caller goes on, and returns a work that ends with
+// f. What f launches runs in a stream of the lowest priority, in the room that the compute stream
+// leaves. Until wait() nobody else may touch what f writes, or free what it reads. f may not
+// allocate, since memory is freed in the compute stream's order.
+static WorkPtr run_behind(const WorkPtr& work, const function<void()>& f) {
+    auto both = std::make_shared<Work>(*work);
+    await(behind, work->end);
+    with_stream(behind, f);
+    both->end = mark_on(behind);
+    return both;
+}
+
+// Enters these ways where the program starts; nobody reads `entered`.
+static const AddRow<NcclWay> two_lanes({2, connect, start, disconnect});
+[[maybe_unused]] static const bool entered = [] {
+    fast_ways.allocate_shared = allocate_in_windows;
+    fast_ways.free_shared = close_windows;
+    fast_ways.all_reduce_beside = all_reduce_beside;
+    fast_ways.run_behind = run_behind;
+    return true;
+}();
+#endif
