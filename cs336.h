@@ -23,8 +23,6 @@
 #pragma once
 #include "lib/lib.h"
 
-#include <array>
-
 // -------------------------------------------------------------------------------------------------
 // The command line; main.cu says which command takes which options.
 
@@ -363,15 +361,29 @@ void run_phase(
 // in context's mode and precision
 size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase);
 
+// A rank's step on the device's time line; marks part it, so that nothing waits in between:
+//   | forward | head and loss | backward          | exposed | optimizer |   compute stream
+//                             |   [all-reduce][all-reduce]  |               communication stream
+template <class Number>
+struct StepParts {
+    Number forward{};        // with the head and the loss, unless these have a mark of their own
+    Number head_and_loss{};  // has one in the 8.1B step only
+    Number backward{};
+    Number exposed{};  // until gradients are averages; FSDP: the waits for other ranks, in any part
+    Number optimizer{};
+    Number total{};
+    Number communication{};  // of all collectives
+    Number hidden{};         // the share of it that lies under backward
+};
+using StepTimes = StepParts<double>;   // ms, of one step
+using StepStats = StepParts<Stats>;    // ms, of several
+using StepPart = double StepTimes::*;  // names a part: &StepTimes::backward
+struct StepMark {
+    StepPart part;  // that begins here; null: the step ends
+    Mark at;
+};
+
 // A model in training. A step is train_step, for one process and for ranks that share it.
-// HEAD_AND_LOSS is a part of its own only where somebody adds its mark. EXPOSED: from backward's
-// end until gradients are averages; with FSDP the compute stream's waits for other ranks, in any
-// part.
-enum StepPart { FORWARD_BLOCKS, HEAD_AND_LOSS, BACKWARD, OPTIMIZER_STEP, EXPOSED, STEP_PARTS };
-// A rank's step, in ms: first the parts; then all of it; the collectives, and what of them is
-// beside backward.
-enum { TOTAL = STEP_PARTS, COMMUNICATION, HIDDEN, STEP_NUMBERS };
-using StepNumbers = std::array<double, STEP_NUMBERS>;
 struct Trainer {
     Communicator c;
     Model model;
@@ -381,23 +393,19 @@ struct Trainer {
     int steps = 0;        // taken; the model's own are fewer where fp16 skipped some
     // Of the last step. norm: as optimizer_step returns it.
     double loss = 0, norm = 0;
-    // where its parts begin; the last, STEP_PARTS, is its end
-    vector<std::pair<StepPart, Mark>> marks;
+    vector<StepMark> marks;
     // What ranks that share the step do besides: ddp.cu and fsdp.cu attach it. Null in one process.
     function<void()> before_step, after_backward, before_optimizer;
     function<double(Trainer& t)> step_optimizer;  // in place of the model's own
-    function<void(const Trainer& t, StepNumbers& n)> add_communication;
+    function<void(const Trainer& t, StepTimes& times)> add_communication;
     bool sums_gradients = false;  // after_backward does, over the batches of a step
     shared_ptr<struct DataParallel> d;
     shared_ptr<struct Optimizer> sharded;
     shared_ptr<struct Fsdp> f;
 };
 // A step on this rank's batches, one backward each, of equal sizes; one batch only if `d` averages,
-// or without an arena for the gradients. The loss is the mean over them. `begins` is called where a
-// part begins. Waits for the device.
-void train_step(
-    Trainer& t, const vector<Batch>& batches,
-    const function<void(StepPart)>& begins = [](StepPart) {});
+// or without an arena for the gradients. The loss is the mean over them. Waits for the device.
+void train_step(Trainer& t, const vector<Batch>& batches);
 
 // What an experiment runs.
 vector<Precision> precisions_of(const Options& o);
@@ -476,7 +484,6 @@ using MakeTrainer = function<Trainer(const Communicator& c)>;
 size_t steps_peak(int world, const Options& o, const MakeTrainer& make, int n);
 
 // A way to train: what its steps take.
-using StepStats = std::array<Stats, STEP_NUMBERS>;
 struct WayRun {
     string name;
     // peak of a rank, in bytes; oom: the same where it does not fit, else 0

@@ -415,17 +415,17 @@ Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strat
     trainer.before_step = [&parallel] { reset_buckets(parallel); };
     trainer.before_optimizer = [&parallel] { finish_gradient_synchronization(parallel); };
 
-    trainer.add_communication = [&parallel](const Trainer& t, StepNumbers& numbers) {
-        const Mark& start = t.marks[0].second;
-        const double backward = numbers[FORWARD_BLOCKS];  // its begin, in ms from the start
-        const double backward_end = backward + numbers[BACKWARD];
+    trainer.add_communication = [&parallel](const Trainer& t, StepTimes& times) {
+        const Mark& start = t.marks[0].at;
+        const double backward = times.forward;  // its begin, in ms from the start
+        const double backward_end = backward + times.backward;
         double reached = 0;  // the time that two collectives share counts once
         for (const WorkPtr& work : parallel.works) {
             const double from = std::max(reached, ms_of(work->begin, start));
             reached = std::max(from, ms_of(work->end, start));
-            numbers[COMMUNICATION] += reached - from;
+            times.communication += reached - from;
             const double hidden = std::min(reached, backward_end) - std::max(from, backward);
-            numbers[HIDDEN] += std::max(0.0, hidden);
+            times.hidden += std::max(0.0, hidden);
         }
     };
     return trainer;
@@ -621,11 +621,7 @@ int cmd_optimizer_state_sharding(const Options& o) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// The benchmarking commands. A step's times come from marks on the device's time line, so that
-// nothing waits in between:
-//   | forward | backward          | exposed | optimizer |      compute stream
-//             |   [all-reduce][all-reduce]  |                  communication stream
-// Communication is hidden as far as it lies under backward.
+// The benchmarking commands. cs336.h draws the parts of a step (StepParts).
 
 // Puts what --quick (and Gloo, on the CPU) makes smaller into the options that were not typed, sets
 // the context's precision and mode, and returns the model.
@@ -696,15 +692,15 @@ size_t steps_peak(int world, const Options& options, const MakeTrainer& make, in
 }
 
 // Returns the times of the last step's parts on this rank, from the marks.
-static StepNumbers numbers_of(const Trainer& trainer) {
-    StepNumbers numbers{};
-    const auto& marks = trainer.marks;
+static StepTimes times_of(const Trainer& trainer) {
+    StepTimes times;
+    const vector<StepMark>& marks = trainer.marks;
     for (size_t i = 0; i + 1 < marks.size(); i++) {
-        numbers[marks[i].first] += ms_of(marks[i + 1].second, marks[i].second);
+        times.*marks[i].part += ms_of(marks[i + 1].at, marks[i].at);
     }
-    numbers[TOTAL] = ms_of(marks.back().second, marks[0].second);
-    if (trainer.add_communication) { trainer.add_communication(trainer, numbers); }
-    return numbers;
+    times.total = ms_of(marks.back().at, marks[0].at);
+    if (trainer.add_communication) { trainer.add_communication(trainer, times); }
+    return times;
 }
 
 // Warms up, takes the timed steps, and returns their times. A step's time is the mean over the
@@ -713,7 +709,7 @@ static StepStats timed_steps(Trainer& trainer, const vector<Batch>& batches, con
                              const char* name, const function<void(Trainer&)>& see) {
     const Communicator& c = trainer.c;
     const int warmup = options.warmup[0];
-    vector<StepNumbers> mine;
+    vector<StepTimes> mine;
     see(trainer);
     for (int i = 0; i < warmup + options.steps; i++) {
         if (c.links) { barrier(c); }
@@ -721,22 +717,32 @@ static StepStats timed_steps(Trainer& trainer, const vector<Batch>& batches, con
         if (i < warmup) {
             if (c.rank == 0) { progress("%s: warm-up %d of %d", name, i + 1, warmup); }
         } else {
-            mine.push_back(numbers_of(trainer));
+            mine.push_back(times_of(trainer));
             if (c.rank == 0) {
                 note("%s: Step %d/%d: %.1f ms, loss %.4f", name, i - warmup + 1, options.steps,
-                     mine.back()[TOTAL], trainer.loss);
+                     mine.back().total, trainer.loss);
             }
         }
         see(trainer);
     }
 
-    const vector<StepNumbers> all = gather(c, mine);  // rank by rank
-    StepStats stats;
-    for (int k = 0; k < STEP_NUMBERS; k++) {
+    const vector<StepTimes> all = gather(c, mine);  // rank by rank
+    auto over_steps = [&](StepPart part) {
         vector<double> means(mine.size());
-        for (size_t i = 0; i < all.size(); i++) { means[i % mine.size()] += all[i][k] / c.world; }
-        stats[k] = stats_of(means);
-    }
+        for (size_t i = 0; i < all.size(); i++) {
+            means[i % mine.size()] += all[i].*part / c.world;
+        }
+        return stats_of(means);
+    };
+    StepStats stats;
+    stats.forward = over_steps(&StepTimes::forward);
+    stats.head_and_loss = over_steps(&StepTimes::head_and_loss);
+    stats.backward = over_steps(&StepTimes::backward);
+    stats.exposed = over_steps(&StepTimes::exposed);
+    stats.optimizer = over_steps(&StepTimes::optimizer);
+    stats.total = over_steps(&StepTimes::total);
+    stats.communication = over_steps(&StepTimes::communication);
+    stats.hidden = over_steps(&StepTimes::hidden);
     return stats;
 }
 
@@ -849,20 +855,19 @@ static string time_cell(const Stats& ms) {  // "28.49 ± 0.05"; of one step "28.
 // Adds a row for a way: a step's time and its parts, or the bytes that did not fit.
 void add_step(Table& table, const WayRun& run) {
     if (run.oom) { return table.row(run.name, oom_cell(run.oom), "", "", "", ""); }
-    const Stats& total = run.ms[TOTAL];
-    auto part = [&](StepPart k) {  // "28.49 ± 0.05, 21%"
-        const Stats& ms = run.ms[k];
-        return time_cell(ms) + strprintf(", %.0f%%", 100 * ms.mean / total.mean);
+    const StepStats& ms = run.ms;
+    auto part = [&](const Stats& x) {  // "28.49 ± 0.05, 21%"
+        return time_cell(x) + strprintf(", %.0f%%", 100 * x.mean / ms.total.mean);
     };
-    table.row(run.name, time_cell(total), part(FORWARD_BLOCKS), part(BACKWARD), part(EXPOSED),
-              part(OPTIMIZER_STEP));
+    table.row(run.name, time_cell(ms.total), part(ms.forward), part(ms.backward), part(ms.exposed),
+              part(ms.optimizer));
 }
 
 // Prints two tables: the parts of a step in each way and in one process; what the steps
 // communicate, how fast they are, and what they save. ranks: how many share a step.
 static void print_steps(const string& caption, const vector<DdpRun>& runs, const WayRun& single,
                         const Options& options, int ranks) {
-    const double single_ms = single.ms[TOTAL].mean, naive_ms = runs[NAIVE].ms[TOTAL].mean;
+    const double single_ms = single.ms.total.mean, naive_ms = runs[NAIVE].ms.total.mean;
     Table parts = step_table(caption, "Strategy");
     Table comparison{
         strprintf("The same steps; vs naive: step time saved; speed-up: over one process with the "
@@ -873,10 +878,10 @@ static void print_steps(const string& caption, const vector<DdpRun>& runs, const
     for (const DdpRun& run : runs) {
         add_step(parts, run);
         if (run.oom) { continue; }
-        const double total = run.ms[TOTAL].mean, comm = run.ms[COMMUNICATION].mean;
+        const double total = run.ms.total.mean, comm = run.ms.communication.mean;
         const double rate = 1e3 * options.batch_size * ranks / total;
         string hidden, saved, speedup;
-        if (comm > 0) { hidden = strprintf("%.1f%%", 100 * run.ms[HIDDEN].mean / comm); }
+        if (comm > 0) { hidden = strprintf("%.1f%%", 100 * run.ms.hidden.mean / comm); }
         if (run.strategy != NO_SYNC) { saved = strprintf("%+.1f%%", 100 * (1 - total / naive_ms)); }
         if (!single.oom) { speedup = strprintf("%.2fx", single_ms / total); }
         comparison.row(run.name, strprintf("%.2f", comm), hidden, run.calls,
@@ -908,13 +913,12 @@ static string against(const Stats& ours, const Stats& theirs, const char* name) 
 // Answers how long naive's step takes, and how much of it is exposed communication.
 static void answer_naive_ddp_benchmarking(const vector<DdpRun>& runs) {
     const DdpRun& naive = runs[NAIVE];
-    const double total = naive.ms[TOTAL].mean, exposed = naive.ms[EXPOSED].mean,
-                 comm = naive.ms[COMMUNICATION].mean;
+    const double total = naive.ms.total.mean, exposed = naive.ms.exposed.mean,
+                 comm = naive.ms.communication.mean;
     answer("",
            "A step takes %.2f ms: %s. %.2f ms of it (%.1f %%) are exposed communication, after "
            "backward. The %d all-reduces, one per tensor, move %.1f MB in %.2f ms (%.3g GB/s).",
-           total,
-           against(naive.ms[TOTAL], runs[NO_SYNC].ms[TOTAL], "without communication").c_str(),
+           total, against(naive.ms.total, runs[NO_SYNC].ms.total, "without communication").c_str(),
            exposed, 100 * exposed / total, naive.calls, naive.mb, comm, naive.mb / comm);
 }
 
@@ -924,25 +928,25 @@ static void answer_minimal_ddp_flat_benchmarking(const vector<DdpRun>& runs) {
     answer("",
            "With one all-reduce for all gradients a step takes %.2f ms: %s. The all-reduce of %.1f "
            "MB takes %.2f ms: %s.",
-           flat.ms[TOTAL].mean, against(flat.ms[TOTAL], naive.ms[TOTAL], "naive").c_str(), flat.mb,
-           flat.ms[COMMUNICATION].mean,
-           against(flat.ms[COMMUNICATION], naive.ms[COMMUNICATION], "naive's calls").c_str());
+           flat.ms.total.mean, against(flat.ms.total, naive.ms.total, "naive").c_str(), flat.mb,
+           flat.ms.communication.mean,
+           against(flat.ms.communication, naive.ms.communication, "naive's calls").c_str());
 }
 
 // Answers what calls during backward change (a), and what the traces show (b).
 static void answer_ddp_overlap_individual_parameters_benchmarking(const vector<DdpRun>& runs) {
     const DdpRun &naive = runs[NAIVE], &over = runs[OVERLAPPED];
-    const Stats& total = over.ms[TOTAL];
+    const Stats& total = over.ms.total;
     answer("a", "Overlapped, a step takes %.2f ms: %s, and %s.", total.mean,
-           against(total, naive.ms[TOTAL], "naive").c_str(),
-           against(total, runs[FLAT].ms[TOTAL], "flat").c_str());
+           against(total, naive.ms.total, "naive").c_str(),
+           against(total, runs[FLAT].ms.total, "flat").c_str());
 
-    const double calls = over.ms[COMMUNICATION].mean, backward = over.ms[BACKWARD].mean;
+    const double calls = over.ms.communication.mean, backward = over.ms.backward.mean;
     answer("b",
            "In naive's trace (--trace FILE.json) all all-reduces lie after backward, and the "
            "compute stream waits %.2f ms. In overlapped's, %.1f %% of their time lies under "
            "backward, and it waits %.2f ms.",
-           naive.ms[EXPOSED].mean, 100 * over.ms[HIDDEN].mean / calls, over.ms[EXPOSED].mean);
+           naive.ms.exposed.mean, 100 * over.ms.hidden.mean / calls, over.ms.exposed.mean);
     if (calls > backward) {
         answer("b", "The calls take %.2f ms, backward %.2f ms, so they cannot all lie under it.",
                calls, backward);
@@ -951,13 +955,13 @@ static void answer_ddp_overlap_individual_parameters_benchmarking(const vector<D
 
 // Answers (a) which bucket size is the fastest, and whether others are level with it.
 static void answer_fastest_bucket(const vector<DdpRun>& runs) {
-    auto by_time = [](auto& a, auto& b) { return a.ms[TOTAL].mean < b.ms[TOTAL].mean; };
+    auto by_time = [](auto& a, auto& b) { return a.ms.total.mean < b.ms.total.mean; };
     const auto first = runs.begin() + BUCKETED;
     const auto fastest = std::min_element(first, runs.end(), by_time);
-    const Stats& best = fastest->ms[TOTAL];
+    const Stats& best = fastest->ms.total;
     vector<string> others;
     for (auto run = first; run != runs.end(); run++) {
-        const Stats& total = run->ms[TOTAL];
+        const Stats& total = run->ms.total;
         const char* why_level = level(total, best);
         if (run == fastest || !why_level) { continue; }
         others.push_back(strprintf("%s (%.2f ms, %s)", run->name.c_str(), total.mean, why_level));
@@ -968,8 +972,8 @@ static void answer_fastest_bucket(const vector<DdpRun>& runs) {
                ? "The fastest buckets have %s: a step takes %.2f ms, %s and %s."
                : "No bucket size is the fastest. With %s: a step takes %.2f ms, %s and %s.",
            fastest->name.c_str(), best.mean,
-           against(best, runs[OVERLAPPED].ms[TOTAL], "a tensor per call").c_str(),
-           against(best, runs[FLAT].ms[TOTAL], "flat").c_str());
+           against(best, runs[OVERLAPPED].ms.total, "a tensor per call").c_str(),
+           against(best, runs[FLAT].ms.total, "flat").c_str());
     if (!others.empty()) { answer("a", "Level with it: %s.", list_of(others).c_str()); }
 }
 
@@ -981,8 +985,8 @@ static void answer_large_buckets(const vector<DdpRun>& runs) {
     const DdpRun& many = runs[OVERLAPPED];
     if (few.calls >= many.calls) { return; }
     auto is_more = [](const Stats& a, const Stats& b) { return a.mean > b.mean && !level(a, b); };
-    const Stats &calls = few.ms[COMMUNICATION], &more_calls = many.ms[COMMUNICATION];
-    const Stats &exposed = few.ms[EXPOSED], &exposed_of_many = many.ms[EXPOSED];
+    const Stats &calls = few.ms.communication, &more_calls = many.ms.communication;
+    const Stats &exposed = few.ms.exposed, &exposed_of_many = many.ms.exposed;
     answer("a", "%s: %.2f ms in %s, %s. %s: %.2f ms with %s, %s.",
            is_more(more_calls, calls) ? "Fewer calls should take less time; here they do"
                                       : "Fewer calls should take less time; here they do not",
@@ -1000,8 +1004,8 @@ struct CallCost {  // of an all-reduce of s MB: overhead_ms + s / mb_per_ms
 };
 // Returns the line through naive's n calls and flat's one, which take n o + s/w and o + s/w.
 static CallCost fit_line(const DdpRun& naive, const DdpRun& flat) {
-    const double flat_ms = flat.ms[COMMUNICATION].mean;
-    const double overhead_ms = (naive.ms[COMMUNICATION].mean - flat_ms) / (naive.calls - 1);
+    const double flat_ms = flat.ms.communication.mean;
+    const double overhead_ms = (naive.ms.communication.mean - flat_ms) / (naive.calls - 1);
     return {overhead_ms, flat.mb / (flat_ms - overhead_ms)};
 }
 
@@ -1012,7 +1016,7 @@ static void answer_ddp_bucketed_benchmarking(const vector<DdpRun>& runs) {
     answer_fastest_bucket(runs);
     answer_large_buckets(runs);
 
-    const double flat_ms = flat.ms[COMMUNICATION].mean, backward = runs[NO_SYNC].ms[BACKWARD].mean;
+    const double flat_ms = flat.ms.communication.mean, backward = runs[NO_SYNC].ms.backward.mean;
     answer("a",
            "The model in (b) assumes that backward takes as long as communication. Here flat's "
            "all-reduce (%.2f ms) takes %.2f times as long as backward (%.2f ms).",
@@ -1036,7 +1040,7 @@ static void answer_ddp_bucketed_benchmarking(const vector<DdpRun>& runs) {
         answer(
             "b",
             "Naive's %.0f calls (%.2f ms) and flat's one (%.2f ms) do not give an o and a w here.",
-            n, naive.ms[COMMUNICATION].mean, flat_ms);
+            n, naive.ms.communication.mean, flat_ms);
     }
 }
 
@@ -1258,9 +1262,9 @@ static void answer_optimizer_state_sharding_accounting(const vector<ShardingRun>
     answer("b",
            "An iteration takes %.2f ms sharded, %s. Each rank steps only its share but then "
            "broadcasts it: the optimizer takes %.2f ms, %s.",
-           ours.ms[TOTAL].mean, against(ours.ms[TOTAL], whole.ms[TOTAL], "unsharded").c_str(),
-           ours.ms[OPTIMIZER_STEP].mean,
-           against(ours.ms[OPTIMIZER_STEP], whole.ms[OPTIMIZER_STEP], "unsharded").c_str());
+           ours.ms.total.mean, against(ours.ms.total, whole.ms.total, "unsharded").c_str(),
+           ours.ms.optimizer.mean,
+           against(ours.ms.optimizer, whole.ms.optimizer, "unsharded").c_str());
 
     // MB, of which a rank sends two or three
     const double part = 1e-6 * weights * (ranks - 1) / ranks;

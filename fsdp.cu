@@ -388,8 +388,8 @@ static void split_shards(Fsdp& f) {
 // Returns the part of the last step in which `time` lies: the last one that had begun by then.
 static StepPart part_at(const Trainer& trainer, const Mark& time) {
     size_t i = trainer.marks.size() - 2;  // the last mark is the step's end
-    while (i > 0 && ms_of(time, trainer.marks[i].second) < 0) { i--; }
-    return trainer.marks[i].first;
+    while (i > 0 && ms_of(time, trainer.marks[i].at) < 0) { i--; }
+    return trainer.marks[i].part;
 }
 
 // Returns a trainer whose model, made from seed, is sharded over the ranks.
@@ -410,12 +410,12 @@ static Trainer fsdp_trainer(const Communicator& c, const ModelConfig& config, ui
     trainer.step_optimizer = [&fsdp](Trainer& t) {
         return fsdp_optimizer_step(fsdp, t.scaler, t.max_norm);
     };
-    // A wait lies inside some part of the step: its time moves from there to EXPOSED.
-    trainer.add_communication = [&fsdp](const Trainer& t, StepNumbers& numbers) {
+    // A wait lies inside some part of the step: its time moves from there to `exposed`.
+    trainer.add_communication = [&fsdp](const Trainer& t, StepTimes& times) {
         for (const FsdpWait& stall : fsdp.waits) {
             const double waited = ms_of(stall.got, stall.asked);
-            numbers[part_at(t, stall.asked)] -= waited;
-            numbers[EXPOSED] += waited;
+            times.*part_at(t, stall.asked) -= waited;
+            times.exposed += waited;
         }
     };
     return trainer;
@@ -541,7 +541,7 @@ static void print_fsdp_accounting(const string& caption, const vector<FsdpRun>& 
                    cell(by[PARAMETERS]), cell(by[WEIGHT_COPIES]), cell(by[GRADIENTS]),
                    cell(by[OPTIMIZER]),
                    cell(peak - by[PARAMETERS] - by[WEIGHT_COPIES] - by[GRADIENTS] - by[OPTIMIZER]),
-                   run.oom ? NAN : run.ms[TOTAL].mean);
+                   run.oom ? NAN : run.ms.total.mean);
     }
     print(memory);
 
@@ -854,7 +854,7 @@ int cmd_fsdp_tp_calcs(const Options& options) {
 struct LeaderboardRun : WayRun {
     int world = 1;
     double tokens = 0, flops = 0, first_loss = 0;
-    double tflops() const { return flops / ms[TOTAL].mean / 1e9; }  // per second, of all ranks
+    double tflops() const { return flops / ms.total.mean / 1e9; }  // per second, of all ranks
 };
 
 // Returns the FLOPs of a step, without what runs again. Forward has a product for each weight and
@@ -920,8 +920,8 @@ static void print_leaderboard(const LeaderboardRun& run, const string& caption) 
         "backward",
         {"head and loss ms", "tokens/s", "TFLOP/s", "MFU %", "predicted MiB", "peak MiB",
          "first loss", "last loss"}};
-    table.row(strprintf("%.2f", run.ms[HEAD_AND_LOSS].mean),
-              strprintf("%.0f", run.tokens / run.ms[TOTAL].mean * 1e3), run.tflops(),
+    table.row(strprintf("%.2f", run.ms.head_and_loss.mean),
+              strprintf("%.0f", run.tokens / run.ms.total.mean * 1e3), run.tflops(),
               percent_of_peak(run.tflops() / run.world, context.precision), mib_cell(run.predicted),
               mib_cell(run.use.peak), strprintf("%.5f", run.first_loss),
               strprintf("%.5f", run.loss));
@@ -931,8 +931,8 @@ static void answer_leaderboard(const LeaderboardRun& r) {
     answer("",
            "A step of %s on %s takes %.1f ms (mean of %s): %.4g TFLOP/s. The peak is %.4g GiB per "
            "rank.",
-           r.name.c_str(), counted(r.world, "rank").c_str(), r.ms[TOTAL].mean,
-           counted(r.ms[TOTAL].n, "step").c_str(), r.tflops(), mib_of(r.use.peak) / 1024);
+           r.name.c_str(), counted(r.world, "rank").c_str(), r.ms.total.mean,
+           counted(r.ms.total.n, "step").c_str(), r.tflops(), mib_of(r.use.peak) / 1024);
 }
 
 // Times the step on these ranks, or in one process, and prints tables and answer.
@@ -964,10 +964,10 @@ static void leaderboard(Options options, const Communicator& c) {
     run_way(run, c, options, trainer_of(options), options.batch_size, [&](Trainer& trainer) {
         if (trainer.steps == 1) { run.first_loss = mean_over_ranks(c, trainer.loss); }
         if (trainer.steps > 0) { return; }
-        // The head's unit, after the blocks, begins the part HEAD_AND_LOSS.
+        // The head's unit, after the blocks, begins the part head_and_loss.
         trainer.model.pre_forward = [&trainer, head = config.num_layers + 1,
                                      gather = trainer.model.pre_forward](int unit) {
-            if (unit == head) { trainer.marks.push_back({HEAD_AND_LOSS, mark()}); }
+            if (unit == head) { trainer.marks.push_back({&StepTimes::head_and_loss, mark()}); }
             if (gather) { gather(unit); }
         };
     });

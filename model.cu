@@ -505,29 +505,26 @@ size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
 // Takes a step: forward and backward on each of this rank's batches, then the optimizer, and calls
 // between them what the ranks that share the step do besides. Leaves when each part began, and the
 // loss, the mean over the batches.
-void train_step(Trainer& t, const vector<Batch>& batches, const function<void(StepPart)>& begins) {
+void train_step(Trainer& t, const vector<Batch>& batches) {
     t.marks.clear();
-    auto begin = [&](StepPart part) {
-        t.marks.push_back({part, mark()});
-        begins(part);
-    };
+    auto begin = [&](StepPart part) { t.marks.push_back({part, mark()}); };
     if (t.before_step) { t.before_step(); }
 
     vector<Tensor> losses;
     for (const Batch& batch : batches) {
-        begin(FORWARD_BLOCKS);
+        begin(&StepTimes::forward);
         auto pass = losses.empty() || t.sums_gradients ? forward_backward : add_gradients;
         losses.push_back(pass(t.model, batch, loss_scale_of(t.scaler) / batches.size(),
-                              [&] { begin(BACKWARD); }));
+                              [&] { begin(&StepTimes::backward); }));
         if (t.after_backward) { t.after_backward(); }
     }
 
-    begin(EXPOSED);
+    begin(&StepTimes::exposed);
     if (t.before_optimizer) { t.before_optimizer(); }
-    begin(OPTIMIZER_STEP);
+    begin(&StepTimes::optimizer);
     t.norm = t.step_optimizer ? t.step_optimizer(t)
                               : optimizer_step(t.model, t.adamw, t.scaler, t.max_norm);
-    begin(STEP_PARTS);
+    begin(nullptr);
     synchronize();
 
     t.steps++;

@@ -188,8 +188,8 @@ static void check_what_ranks_tell(const Communicator& c) {
         };
         return t;
     });
-    CHECK(r.ms[OPTIMIZER_STEP].mean > 59);
-    CHECK(r.ms[OPTIMIZER_STEP].mean < 80);
+    CHECK(r.ms.optimizer.mean > 59);
+    CHECK(r.ms.optimizer.mean < 80);
 }
 TEST_CASE("ddp: ranks see that their bits differ and steps are means over them") {
     if (lacks("gloo", CPU, 2)) { return; }
@@ -457,11 +457,11 @@ static vector<DdpRun> recorded() {
     auto run = [](Strategy strategy, double mb, double total, double std, double backward,
                   double exposed, double comm, double hidden, int calls) {
         DdpRun r(strategy, mb);
-        r.ms[TOTAL] = of_six(total, std);
-        r.ms[BACKWARD] = of_six(backward, 0.05);
-        r.ms[EXPOSED] = of_six(exposed, 0.05);
-        r.ms[COMMUNICATION] = of_six(comm, 0.05);
-        r.ms[HIDDEN] = of_six(hidden * comm, 0.05);
+        r.ms.total = of_six(total, std);
+        r.ms.backward = of_six(backward, 0.05);
+        r.ms.exposed = of_six(exposed, 0.05);
+        r.ms.communication = of_six(comm, 0.05);
+        r.ms.hidden = of_six(hidden * comm, 0.05);
         r.calls = calls;
         r.mb = calls ? 7992.9 : 0;
         return r;
@@ -486,7 +486,7 @@ TEST_CASE("answers ddp: naive, flat and overlapped") {
         flat(),
         {"a step takes 117.25 ms: 12.1 % less than naive (133.32 ms).",
          "The all-reduce of 7992.9 MB takes 23.07 ms: 37.5 % less than naive's calls (36.93 ms)."});
-    runs[2].ms[TOTAL] = of_six(133.1, 0.3);
+    runs[2].ms.total = of_six(133.1, 0.3);
     check_says(
         flat(),
         {"a step takes 133.10 ms: level with naive (133.32 ms) within 0.5 %, a clock's drift."});
@@ -501,12 +501,12 @@ TEST_CASE("answers ddp: naive, flat and overlapped") {
                 "and the compute stream waits 39.20 ms. In overlapped's, 99.1 % of their time lies "
                 "under backward, and it waits 0.59"});
     CHECK(!has(overlapped(), "cannot all lie under it"));  // 62.10 ms of calls, 68.24 of backward
-    runs[3].ms[BACKWARD] = of_six(19.8, 0.1);
+    runs[3].ms.backward = of_six(19.8, 0.1);
     check_says(overlapped(),
                {"The calls take 62.10 ms, backward 19.80 ms, so they cannot all lie under it."});
-    runs[3].ms[TOTAL] = of_six(420.33, 5.2);
+    runs[3].ms.total = of_six(420.33, 5.2);
     check_says(overlapped(), {"3.15 times as long as naive (133.32 ms)"});
-    runs[3].ms[TOTAL] = {298.86, 400, 298.86, 100, 800, 3};
+    runs[3].ms.total = {298.86, 400, 298.86, 100, 800, 3};
     check_says(
         overlapped(),
         {"a step takes 298.86 ms: too noisy to compare with naive (133.32 ms), and too noisy"});
@@ -516,8 +516,8 @@ TEST_CASE("ddp: the cells of a table of steps") {
     runs[FLAT].oom = (size_t)5 << 30;
     runs[FLAT].ms = {};
     WayRun single{"one process"};
-    single.ms[TOTAL] = of_six(266.64, 1);
-    single.ms[FORWARD_BLOCKS] = of_six(66.66, 1);
+    single.ms.total = of_six(266.64, 1);
+    single.ms.forward = of_six(66.66, 1);
     Options o;
     o.batch_size = 2;
     o.context_length = 128;
@@ -559,13 +559,13 @@ TEST_CASE("answers ddp: ddp_bucketed_benchmarking") {
          "From naive's time (435 calls) and flat's (one call), for s = 7992.9 MB, follow o = 31.94 "
          "us per call and w = 346.9 GB/s. The best bucket then has 297.6 MB and an overhead of "
          "1.72 ms."});
-    runs[7].ms[TOTAL] = of_six(104.02, 0.2);  // level
+    runs[7].ms.total = of_six(104.02, 0.2);  // level
     check_says(answers(), {"No bucket size is the fastest. With 100 MB: a step takes 103.94 ms, ",
                            "Level with it: 1000 MB (104.02 ms, within 0.5 %, a clock's drift)."});
     CHECK(!has(answers(), "The fastest buckets"));
-    runs[1].ms[COMMUNICATION] = of_six(7992.9, 0.05);  // a call takes 18 ms
+    runs[1].ms.communication = of_six(7992.9, 0.05);  // a call takes 18 ms
     check_says(answers(), {"The best bucket then has 7993 MB"});
-    runs[1].ms[COMMUNICATION] = of_six(22.1, 0.05);
+    runs[1].ms.communication = of_six(22.1, 0.05);
     check_says(
         answers(),
         {"Naive's 435 calls (22.10 ms) and flat's one (23.07 ms) do not give an o and a w here."});
@@ -584,8 +584,8 @@ TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
             use.peak_by[OPTIMIZER] = (size_t)(has_stepped * state * MIB);
             r.peaks.emplace_back("", use);
         }
-        r.ms[TOTAL] = of_six(total, 0.2);
-        r.ms[OPTIMIZER_STEP] = of_six(optimizer, 0.1);
+        r.ms.total = of_six(total, 0.2);
+        r.ms.optimizer = of_six(optimizer, 0.1);
         return r;
     };
     vector<ShardingRun> runs = {run(UNSHARDED, 7622.7, 30522.8, 15245.3, 339.51, 13.39),
@@ -605,7 +605,7 @@ TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
          "then broadcasts it: the optimizer takes 28.19 ms, 2.11 times as long as",
          "2 Psi (N-1)/N elements (7993.0 MB)", "3 Psi (N-1)/N (11989.5 MB)."});
     check_says(answers(4), {"which is not the expected 1/4."});
-    runs[1].ms[TOTAL] = of_six(339.61, 0.23);
+    runs[1].ms.total = of_six(339.61, 0.23);
     check_says(answers(2),
                {"sharded, level with unsharded (339.51 ms) within 0.5 %, a clock's drift."});
     Communicator two;

@@ -376,11 +376,12 @@ static void check_trainers(const Communicator& c) {
         for (int step = 0; step < 3; step++) {
             const Batch all = random_batch(rows * c.world, T, 100, step);
             train_step(whole, {all});
-            train_step(ours, part_of(all, c, 1), [&](StepPart part) { parts.push_back(part); });
+            train_step(ours, part_of(all, c, 1));
+            for (const StepMark& mark : ours.marks) { parts.push_back(mark.part); }
             CHECK(mean_over_ranks(c, ours.loss) == doctest::Approx(whole.loss).epsilon(1e-5));
         }
         CHECK(parts.size() == 3 * 5);
-        CHECK(parts[3] == OPTIMIZER_STEP);
+        CHECK(parts[3] == &StepTimes::optimizer);
         double worst = 0;
         auto see = [&](const Parameter& p, const Tensor& got) {
             const vector<float> a = to_floats(got),
@@ -1033,13 +1034,13 @@ TEST_CASE("answers: leaderboard") {
     r.flops = 5.044e15;
     r.predicted = (size_t)(130902.3 * 1048576);
     r.use.peak = (size_t)(130934.3 * 1048576);
-    r.ms[TOTAL] = {4157.9, 9.2, 4157.1, 4147.7, 4169.8, 4};
+    r.ms.total = {4157.9, 9.2, 4157.1, 4147.7, 4169.8, 4};
     auto text = [&] { return printed([&] { answer_leaderboard(r); }); };
     CHECK(text() ==
           "A step of 8B on 2 ranks takes 4157.9 ms (mean of 4 steps): 1213 TFLOP/s. The peak is "
           "127.9 GiB per rank.\n");
     r.world = 1;
     r.flops = 4.67e10;
-    r.ms[TOTAL] = {2912.9, 0, 2912.9, 2912.9, 2912.9, 1};
+    r.ms.total = {2912.9, 0, 2912.9, 2912.9, 2912.9, 1};
     CHECK(has(text(), " on 1 rank takes 2912.9 ms (mean of 1 step): 0.01603 TFLOP/s. "));
 }
