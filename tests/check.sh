@@ -71,6 +71,8 @@ cpu_flavour() {
                 --inputs $fixtures/attention_inputs.safetensors --out $out ;;
             reproduce) step "plain reproduce" $plain reproduce tp_calcs naive_ddp --quick --out $logs/notes ;;
             memory_profiling) step "plain memory_profiling" prints $plain memory_profiling --quick --out $logs/memory ;;
+            benchmarking_script | nsys_profile | benchmarking_mixed_precision | torch_compile)  # a minute each, else
+                step "plain $command" prints $plain "$command" --quick --warmup 0 --steps 1 ;;
             *) step "plain $command" prints $plain "$command" --quick ;;
         esac
     done
