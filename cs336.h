@@ -321,11 +321,33 @@ double guarded_step(LossScaler& scaler, double max_norm,
                     const function<double()>& norm_of_gradients,
                     const function<void(float gradient_scale)>& step);
 
-// What fast/ does in place of the plain ways of model.cu; null without it.
+// The fused ops of layers.cu, below the tape: each reads its last tensors and writes its first.
+struct LayerOps {
+    // A null delta: x is x_in.
+    void (*add_rmsnorm)(const Tensor& y, const Tensor& x, const Tensor& r, const Tensor& x_in,
+                        const Tensor& delta, const Tensor& w, float eps);
+    // A null dx_low: nobody wants this copy of dx. `add`: to what the gradient holds.
+    void (*rmsnorm_backward)(const Tensor& dx, bool add_dx, const Tensor& dx_low, const Tensor& dw,
+                             bool add_dw, const Tensor& dy, const Tensor& x, const Tensor& r,
+                             const Tensor& w);
+    // Moves from qkv to q, k and v, and rotates; `backward`: the other way round. Null q, k and v:
+    // rotates within qkv.
+    void (*rotate)(const Tensor& qkv, const Tensor& q, const Tensor& k, const Tensor& v,
+                   const Tensor& rope, bool backward);
+    void (*swiglu)(const Tensor& g, const Tensor& h);
+    void (*swiglu_backward)(const Tensor& dh, const Tensor& dg, const Tensor& h);
+    void (*cross_entropy)(const Tensor& loss, const Tensor& lse, const Tensor& l,
+                          const Tensor& targets);
+    // dl may be l. The loss is the mean over N rows, of which l may hold a part.
+    void (*cross_entropy_backward)(const Tensor& dl, const Tensor& l, const Tensor& lse,
+                                   const Tensor& targets, const Tensor& dloss, int64_t N);
+};
+// What fast/ does in place of the plain ways of layers.cu and model.cu; null without it.
 using AdamWUpdate = void(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
                          const Tensor& v, AdamWScalars s);
 struct FastWays {
-    AdamWUpdate* adamw;  // on the GPU
+    const LayerOps* layers;  // on the GPU
+    AdamWUpdate* adamw;      // on the GPU
     // Split weights: fp32 to AdamW, and bf16 to matrix products without a cast, in the bytes of
     // fp32. A part is a matrix, or FSDP's part of a unit; each gradient is that of a part.
     void (*split)(const Tensor& part, bool split);  // false: joins its halves

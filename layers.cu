@@ -58,6 +58,9 @@ static void with_types(const Tensor& t, const Tensor& x, int64_t n,
     }
 }
 
+// The ops of this file that write into tensors, or fast ones for the GPU: see the end of the ops.
+static const LayerOps& ops();
+
 // -------------------------------------------------------------------------------------------------
 // RMSNorm, with the residual add before it.
 //   x += delta;  r = 1/sqrt(mean_c(x_c^2) + eps);  y_c = w_c x_c r
@@ -320,7 +323,7 @@ static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor&
     // y is rounded once, here; autocast would cast it before the product.
     Tensor y = empty(x.shape, is_double ? F64 : matmul_dtype());
     Tensor r = empty({x.size() / w.size()}, is_double ? F64 : F32);
-    add_rmsnorm_run(y, x, r, x_in, delta, w, eps);
+    ops().add_rmsnorm(y, x, r, x_in, delta, w, eps);
 
     auto dx_low = std::make_shared<Tensor>();
     if (delta) {
@@ -339,7 +342,7 @@ static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor&
         Tensor dx = gradient_target(x.gradient, &add_dx);
         if (wants_low) { *dx_low = empty(x.shape, dy.dtype); }
         write_gradient(w.gradient, [&](const Tensor& dw, bool add_dw) {
-            rmsnorm_backward(dx, add_dx, *dx_low, dw, add_dw, contiguous(dy), x, r, w);
+            ops().rmsnorm_backward(dx, add_dx, *dx_low, dw, add_dw, contiguous(dy), x, r, w);
         });
     });
     recompute_by(y, [x = detached(x), w, eps] {
@@ -494,14 +497,14 @@ static void split_heads(const Layer& layer, const Tensor& y, const Tensor& rope_
 
     Tensor qkv = linear(y, layer.qkv);
     for (Tensor* heads : {q, k, v}) { *heads = empty({B, H, T, D}, qkv.dtype); }
-    rotate(qkv, *q, *k, *v, rope, false);
+    ops().rotate(qkv, *q, *k, *v, rope, false);
 
     // Three outputs have one backward: v's step is recorded first, so it runs last, when all three
     // gradients are there.
     auto dq = std::make_shared<Tensor>(), dk = std::make_shared<Tensor>();
     record(*v, {qkv}, [dq, dk, rope, g = qkv.gradient](const Tensor& dv) {
         Tensor dqkv = empty(g->shape, g->dtype);
-        rotate(dqkv, *dq, *dk, contiguous(dv), rope, true);
+        ops().rotate(dqkv, *dq, *dk, contiguous(dv), rope, true);
         add_gradient(g, dqkv);
     });
     record(*k, {qkv}, [dk](const Tensor& d) { *dk = contiguous(d); });
@@ -510,11 +513,11 @@ static void split_heads(const Layer& layer, const Tensor& y, const Tensor& rope_
 // Rotates q and k within qkv [B,T,3C] and returns it as a new tensor of the tape, on the same
 // memory.
 static Tensor rope_in_place(const Tensor& qkv, const Tensor& rope) {
-    rotate(qkv, {}, {}, {}, rope, false);
+    ops().rotate(qkv, {}, {}, {}, rope, false);
     Tensor rotated = detached(qkv);
     record(rotated, {qkv}, [rope, g = qkv.gradient](const Tensor& d) {
         // in place again: attention's backward made d for us alone
-        rotate(d, {}, {}, {}, rope, true);
+        ops().rotate(d, {}, {}, {}, rope, true);
         add_gradient(g, d);
     });
     return rotated;
@@ -586,27 +589,29 @@ struct SwigluBackward {
     }
 };
 
-// Returns g, of `shape`, from h [..,2F].
-static Tensor swiglu_forward(const Tensor& h, const Shape& shape) {
-    const int64_t F = shape.back();
-    Tensor g = empty(shape, h.dtype);
+// Computes g [..,F] from h [..,2F].
+static void swiglu_run(const Tensor& g, const Tensor& h) {
+    const int64_t F = g.dim(-1);
     with_types(g, g, F, {g.data, h.data}, [&](auto types) {
         using T = typename decltype(types)::T;
         Swiglu<types.W, T> f = {g.as<T>(), h.as<T>(), (int)F};
         for_each_pack<types.W>(g.device(), g.size() / F, 1, F, f);
     });
-    return g;
 }
-// Returns dh [..,2F] from h and dg [..,F].
-static Tensor swiglu_backward(const Tensor& h, const Tensor& dg) {
+// Computes dh [..,2F] from dg [..,F] and h [..,2F].
+static void swiglu_backward(const Tensor& dh, const Tensor& dg, const Tensor& h) {
     const int64_t F = dg.dim(-1);
-    Tensor dh = empty(h.shape, h.dtype);
     with_types(dg, dg, F, {dh.data, dg.data, h.data}, [&](auto types) {
         using T = typename decltype(types)::T;
         SwigluBackward<types.W, T> f = {dh.as<T>(), dg.as<T>(), h.as<T>(), (int)F};
         for_each_pack<types.W>(dg.device(), dg.size() / F, 1, F, f);
     });
-    return dh;
+}
+// Returns g, of `shape`, from h [..,2F].
+static Tensor swiglu_forward(const Tensor& h, const Shape& shape) {
+    Tensor g = empty(shape, h.dtype);
+    ops().swiglu(g, h);
+    return g;
 }
 // Returns g, on the tape. With context.recompute nobody keeps it: backward makes it again from h,
 // which backward needs anyway.
@@ -622,8 +627,11 @@ Tensor swiglu(const Layer& layer, const Tensor& y) {
     Shape shape = y.shape;
     shape.back() = layer.w1.dim(0);
     Tensor g = swiglu_forward(h, shape);
-    record(g, {h},
-           [h](const Tensor& dg) { add_gradient(h.gradient, swiglu_backward(h, contiguous(dg))); });
+    record(g, {h}, [h](const Tensor& dg) {
+        Tensor dh = empty(h.shape, h.dtype);
+        ops().swiglu_backward(dh, contiguous(dg), h);
+        add_gradient(h.gradient, dh);
+    });
     recompute_by(g, [shape, h = detached(h)] {
         Range range("swiglu");
         return swiglu_forward(h, shape);
@@ -770,14 +778,14 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets) {
 
     DType wide = l.dtype == F64 ? F64 : F32;
     Tensor rows = empty({N}, wide), lse = empty({N}, wide);
-    cross_entropy_run(rows, lse, l, targets);
+    ops().cross_entropy(rows, lse, l, targets);
     Tensor loss = detached(mean_all(detached(rows)));
 
     record(loss, {l}, [l, lse, targets](const Tensor& dloss) {
         // nobody else can still want to see the logits
         bool ours_alone = l.memory.use_count() == 1;
         Tensor dl = ours_alone ? detached(l) : empty(l.shape, l.dtype);
-        cross_entropy_backward(dl, l, lse, targets, dloss, l.dim(0));
+        ops().cross_entropy_backward(dl, l, lse, targets, dloss, l.dim(0));
         add_gradient(l.gradient, dl);
     });
     return loss;
@@ -811,10 +819,10 @@ Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, 
             Tensor t = view(targets, first, {n});
             Tensor lse = empty({n}, wide);
             gemm(l, part, false, w, true);
-            cross_entropy_run(view(rows, first, {n}), lse, l, t);
+            ops().cross_entropy(view(rows, first, {n}), lse, l, t);
 
             if (!dx) { continue; }
-            cross_entropy_backward(l, l, lse, t, one, N);
+            ops().cross_entropy_backward(l, l, lse, t, one, N);
             gemm(view(dx, first * C, {n, C}), l, false, w, false);
             gemm(dW, l, true, part, false, 1, first > 0);
         }
@@ -828,6 +836,17 @@ Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, 
         add_gradient(gw, dW);
     });
     return loss;
+}
+
+static const LayerOps plain_ops = {
+    add_rmsnorm_run,   rmsnorm_backward,       rotate, swiglu_run, swiglu_backward,
+    cross_entropy_run, cross_entropy_backward,
+};
+// Returns the ops above, or in their place fast ones where there are some. A plan made on META has
+// the ops of the device that it is for.
+static const LayerOps& ops() {
+    const Device device = context.device == META ? context.planned_for : context.device;
+    return device == CUDA && fast_ways.layers ? *fast_ways.layers : plain_ops;
 }
 
 // -------------------------------------------------------------------------------------------------
