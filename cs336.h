@@ -16,8 +16,8 @@
 // Letters, where a section does not define its own:
 //   B batch, T positions (context length; the handout's S), C model width d_model, H heads,
 //   D head size (C/H), F width of the feed-forward (d_ff), V vocabulary, L layers (in attention:
-//   the logsumexp), N rows (usually B*T; in ddp.cu: ranks). A template's T is an element's type,
-//   and its W a pack's width.
+//   the logsumexp), N rows (usually B*T; in ddp.cu: ranks). A template's T is an element's
+//   type.
 //   dx is the gradient of the loss with respect to x. Shapes are row-major, the last index runs
 //   fastest.
 #pragma once

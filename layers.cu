@@ -3,8 +3,8 @@
 //
 // Each op comes as: formula; the eager form, a chain of lib/tensor.cu's one-kernel operations that
 // autograd differentiates; the fused form with its backward by hand, as a plain loop for the CPU
-// and as kernels for the GPU, or, where nothing is summed, as one body for both. Read the formula
-// and the CPU's loop first: the kernels compute the same, with a block of threads per row.
+// and as a kernel for the GPU, or, where nothing is summed, as one body for both. Read the formula
+// and the CPU's loop first: the kernel is the same loop, shared by a block of threads per row.
 //
 // T is the compute type (under autocast bf16 or fp16), X the type of the residual stream x and of
 // the weights: fp32, or in pure bf16 bf16. Arithmetic and sums are fp32: Wide<T>, which is double
@@ -17,46 +17,41 @@
 // From a tensor's dtype to a kernel's types
 //
 // A tensor knows its type at run time, a kernel has to know it at compile time. Each fused op
-// therefore calls with_types() with a function that is compiled for every combination, and
+// therefore calls with_types() with a function that is compiled for every pair of types, and
 // with_types() runs the one that fits its tensors. In fp32 the whole call
-//   with_types(y, x, C, {y.data, x.data}, [&](auto types) {
-//       using T = typename decltype(types)::T;
-//       if (x.device() == CPU) { return op_cpu(y.as<T>(), x.as<T>(), N, C); }
-//       LAUNCH(op_kernel<types.W>, N, threads_for(C / types.W), y.as<T>(), x.as<T>(), (int)C);
+//   with_types(y, x, [&](auto zero, auto x_zero) {
+//       RUN(op, x.device(), N, y.as(zero), x.as(x_zero), N, C);
 //   });
 // is on the CPU
 //   op_cpu((float*)y.data, (float*)x.data, N, C);
-// and on the GPU, where C is a multiple of 4 and both addresses are multiples of 16 bytes,
-//   op_kernel<4><<<N, threads_for(C / 4), 0, stream()>>>((float*)y.data, (float*)x.data, C);
-// Else it is op_kernel<1>: see Pack in lib/gpu.h.
+// and on the GPU, with a block for each of N rows,
+//   op_kernel<<<N, THREADS, 0, stream()>>>((float*)y.data, (float*)x.data, N, C);
 
-template <class ComputeType, class ResidualType, int WIDTH>
-struct Types {
-    using T = ComputeType;
-    using X = ResidualType;
-    static constexpr int W = WIDTH;  // elements in a pack; on the CPU the least
-};
+constexpr int THREADS = 256;  // of a block
 
-// Runs f(Types<T, X, W>()) with t's type as T and x's as X; on META it does nothing. Rows have a
-// multiple of n elements and begin at the addresses. An op without x passes t twice and uses T
-// alone.
-template <int least = 1, class Fn>
-static void with_types(const Tensor& t, const Tensor& x, int64_t n,
-                       const vector<const void*>& addresses, Fn f) {
-    auto with_width = [&](auto zero, auto width) {
-        using T = decltype(zero);
-        if constexpr (std::is_same<T, bf16>::value) {
-            if (x.dtype == BF16) { return f(Types<T, bf16, width>()); }
+// Runs f(zero, x_zero): zero has the C++ type T of t's dtype, +zero has Wide<T>, and x_zero the
+// type X of x's. On META it does nothing. An op without x passes t twice and uses T alone.
+template <class Fn>
+static void with_types(const Tensor& t, const Tensor& x, Fn f) {
+    if (t.device() == META) { return; }
+
+    with_type(t.dtype, [&](auto zero) {
+        if constexpr (std::is_same<decltype(zero), bf16>::value) {
+            if (x.dtype == BF16) { return f(zero, zero); }
         }
-        f(Types<T, Wide<T>, width>());
-    };
-
-    if (t.device() == CUDA) { with_packs<least>(t.dtype, n, addresses, with_width); }
-    if (t.device() == CPU) {
-        const std::integral_constant<int, least> width;
-        with_type(t.dtype, [&](auto zero) { with_width(zero, width); });
-    }
+        f(zero, +zero);
+    });
 }
+
+// Runs op_cpu(arguments), or op_kernel with the same arguments and so many blocks.
+#define RUN(op, device, blocks, ...)                           \
+    do {                                                       \
+        if (device == CPU) {                                   \
+            op##_cpu(__VA_ARGS__);                             \
+        } else {                                               \
+            LAUNCH(op##_kernel, blocks, THREADS, __VA_ARGS__); \
+        }                                                      \
+    } while (0)
 
 // The ops of this file that write into tensors, or fast ones for the GPU: see the end of the ops.
 static const LayerOps& ops();
@@ -66,7 +61,7 @@ static const LayerOps& ops();
 //   x += delta;  r = 1/sqrt(mean_c(x_c^2) + eps);  y_c = w_c x_c r
 //   dx_c = r w_c dy_c - x_c r^3/C sum_j(w_j dy_j x_j);  dw_c = sum over rows of dy_c x_c r
 // x, delta, y, dx [N,C]; r [N]; w [C]. The handout's model needs 7 kernels forward and about 20
-// backward for it; fused it is 1 and 2, and x is read and written once.
+// backward for it; fused it is 1 and 2.
 
 // Adds delta to *x, if there is one, and returns y. Autograd knows the backward of each step.
 static Tensor add_rmsnorm_eager(Tensor* x, const Tensor& delta, const Tensor& w, float eps) {
@@ -106,19 +101,17 @@ static void add_rmsnorm_cpu(T* y,            // [N,C]
         r_out[n] = r;
     }
 }
-// Computes dx, its copy dx_low, and dw, the last by columns, each in the order of the rows. add_dx
-// and add_dw say whether dx and dw already hold a part of the gradient, which then stays in it.
+// Computes dx and its copy dx_low on the CPU. add_dx says whether dx already holds a part of the
+// gradient, which then stays in it.
 template <class T, class X>
-static void rmsnorm_backward_cpu(X* dx_all,  // [N,C]
-                                 bool add_dx,
-                                 T* dx_low,  // [N,C] or null: dx, rounded to T
-                                 X* dw,      // [C]
-                                 bool add_dw,
-                                 const T* dy_all,   // [N,C]
-                                 const X* x_all,    // [N,C]
-                                 const Wide<T>* r,  // [N]
-                                 const X* w,        // [C]
-                                 int64_t N, int64_t C) {
+static void rmsnorm_dx_cpu(X* dx_all,  // [N,C]
+                           bool add_dx,
+                           T* dx_low,         // [N,C] or null: dx, rounded to T
+                           const T* dy_all,   // [N,C]
+                           const X* x_all,    // [N,C]
+                           const Wide<T>* r,  // [N]
+                           const X* w,        // [C]
+                           int64_t N, int64_t C) {
 #pragma omp parallel for if (N > 64)
     for (int64_t n = 0; n < N; n++) {
         X* dx = dx_all + n * C;
@@ -135,174 +128,114 @@ static void rmsnorm_backward_cpu(X* dx_all,  // [N,C]
             if (dx_low) { dx_low[n * C + c] = (Wide<T>)dx[c]; }
         }
     }
-
+}
+// Computes dw on the CPU, each column in the order of the rows. add_dw as add_dx.
+template <class T, class X>
+static void rmsnorm_dw_cpu(X* dw,  // [C]
+                           bool add_dw,
+                           const T* dy,       // [N,C]
+                           const X* x,        // [N,C]
+                           const Wide<T>* r,  // [N]
+                           int64_t N, int64_t C) {
 #pragma omp parallel for if (N > 64)
     for (int64_t c = 0; c < C; c++) {
         double sum = add_dw ? (Wide<T>)dw[c] : 0;
-        for (int64_t n = 0; n < N; n++) {
-            sum += (double)dy_all[n * C + c] * x_all[n * C + c] * r[n];
-        }
+        for (int64_t n = 0; n < N; n++) { sum += (double)dy[n * C + c] * x[n * C + c] * r[n]; }
         dw[c] = (Wide<T>)sum;
     }
 }
 
 #ifdef __CUDACC__
-// Forward on the GPU, as add_rmsnorm_cpu; a block has a row. A row's elements are needed twice,
-// before and after the sum over the row. A row of one pack per thread stays in registers in
-// between; a longer row is read again, by the thread that wrote it, from L1 or L2.
-template <int W, class T, class X>
-__global__ void __launch_bounds__(PACK_THREADS)
-    add_rmsnorm_kernel(T* y,            // [N,C]
-                       X* x_out,        // [N,C], written where there is a delta
-                       float* r_out,    // [N]
-                       const X* x,      // [N,C]
-                       const T* delta,  // [N,C] or null
-                       const X* w_in,   // [C]
-                       int C, float eps) {
-    const int64_t row = blockIdx.x * (int64_t)C;
-    const int step = W * blockDim.x;
-    Pack<X, W> v = {}, w = {};
-    float sum = 0;
-    for (int c = W * threadIdx.x; c < C; c += step) {
-        v = load_pack<W>(x + row + c);
-        w = load_pack<W>(w_in + c);
-        if (delta) {
-            Pack<T, W> d = load_pack<W>(delta + row + c);
-            for (int i = 0; i < W; i++) { v.x[i] = v.x[i] + d.x[i]; }
-            store_pack(x_out + row + c, v);
+// Computes a row per block, as add_rmsnorm_cpu. A thread has every blockDim.x-th element of it.
+template <class T, class X>
+__global__ void add_rmsnorm_kernel(T* y,            // [N,C]
+                                   X* x_out,        // [N,C], written where there is a delta
+                                   Wide<T>* r_out,  // [N]
+                                   const X* x_in,   // [N,C]
+                                   const T* delta,  // [N,C] or null
+                                   const X* w,      // [C]
+                                   int64_t, int64_t C, float eps) {
+    const int64_t row = blockIdx.x * C;
+    const X* x = x_in + row;
+    if (delta) {
+        for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
+            x_out[row + c] = x[c] + delta[row + c];
         }
-        for (const X& value : v.x) { sum += value * value; }
+        x = x_out + row;  // a thread reads what it wrote itself
     }
+
+    float sum = 0;
+    for (int64_t c = threadIdx.x; c < C; c += blockDim.x) { sum += x[c] * x[c]; }
     float r = 1 / sqrtf(block_sum(sum) / C + eps);
 
-    for (int c = W * threadIdx.x; c < C; c += step) {
-        if (C > step) {
-            v = load_pack<W>((delta ? x_out : x) + row + c);
-            w = load_pack<W>(w_in + c);
-        }
-        Pack<T, W> out;
-        for (int i = 0; i < W; i++) { out.x[i] = w.x[i] * (v.x[i] * r); }
-        store_pack(y + row + c, out);
-    }
+    for (int64_t c = threadIdx.x; c < C; c += blockDim.x) { y[row + c] = w[c] * (x[c] * r); }
     if (threadIdx.x == 0) { r_out[blockIdx.x] = r; }
 }
-// Writes dx, a copy of it as T if wanted, and each block's share of dw: the sum over its rows. A
-// block takes every gridDim.x-th row. A thread has the same columns in all of them, so it adds
-// their dw up in registers, or in `partial` where a row is several packs per thread.
-template <int W, class T, class X>
-__global__ void __launch_bounds__(PACK_THREADS)
-    rmsnorm_backward_kernel(X* dx,              // [N,C]
-                            bool add_dx,        // else dx is overwritten
-                            T* dx_low,          // [N,C] or null
-                            float* partial,     // [gridDim.x,C], the shares of dw
-                            const T* dy,        // [N,C]
-                            const X* x,         // [N,C]
-                            const float* r_in,  // [N]
-                            const X* w_in,      // [C]
-                            int N, int C) {
-    const int first = blockIdx.x, blocks = gridDim.x, step = W * blockDim.x;
-    Pack<X, W> v = {}, w = {}, out = {};
-    Pack<float, W> dw = {};
-    Pack<T, W> d = {};
-    for (int n = first; n < N; n += blocks) {
-        const int64_t row = n * (int64_t)C;
-        auto read = [&](int c) {
-            v = load_pack<W>(x + row + c);
-            w = load_pack<W>(w_in + c);
-            d = load_pack<W>(dy + row + c);
-            if (add_dx) { out = load_pack<W>(dx + row + c); }
-        };
+// Computes a row of dx and dx_low per block, as rmsnorm_dx_cpu.
+template <class T, class X>
+__global__ void rmsnorm_dx_kernel(X* dx_all,  // [N,C]
+                                  bool add_dx,
+                                  T* dx_low,            // [N,C] or null
+                                  const T* dy_all,      // [N,C]
+                                  const X* x_all,       // [N,C]
+                                  const Wide<T>* r_in,  // [N]
+                                  const X* w,           // [C]
+                                  int64_t, int64_t C) {
+    const int64_t row = blockIdx.x * C;
+    X* dx = dx_all + row;
+    const T* dy = dy_all + row;
+    const X* x = x_all + row;
+    const float r = r_in[blockIdx.x];
 
-        float dot = 0, r = r_in[n];
-        for (int c = W * threadIdx.x; c < C; c += step) {
-            read(c);
-            for (int i = 0; i < W; i++) { dot += w.x[i] * d.x[i] * v.x[i]; }
-        }
-        float along_x = block_sum(dot) * r * r * r / C;
+    float dot = 0;
+    for (int64_t c = threadIdx.x; c < C; c += blockDim.x) { dot += w[c] * dy[c] * x[c]; }
+    float along_x = block_sum(dot) * r * r * r / C;
 
-        for (int c = W * threadIdx.x; c < C; c += step) {
-            float* sums = partial + first * (int64_t)C + c;
-            if (C > step) {
-                read(c);
-                dw = n == first ? Pack<float, W>() : load_pack<W>(sums);
-            }
-            Pack<T, W> low;
-            for (int i = 0; i < W; i++) {
-                float g = d.x[i], change = r * w.x[i] * g - v.x[i] * along_x;
-                out.x[i] = add_dx ? out.x[i] + change : change;
-                dw.x[i] += g * v.x[i] * r;
-                low.x[i] = (Wide<T>)out.x[i];
-            }
-            store_pack(dx + row + c, out);
-            if (dx_low) { store_pack(dx_low + row + c, low); }
-            if (C > step || n + blocks >= N) { store_pack(sums, dw); }
-        }
+    for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
+        float change = r * w[c] * dy[c] - x[c] * along_x;
+        dx[c] = add_dx ? dx[c] + change : change;
+        if (dx_low) { dx_low[row + c] = (float)dx[c]; }
     }
 }
-// Computes dw from the blocks' shares, always in the same order: a block of threads has 32 columns,
-// and 32 threads per column.
-constexpr int DW_SHARES = 32;
-template <class X>
-__global__ void rmsnorm_dw_kernel(X* dw,                 // [C]
-                                  bool add_dw,           // else dw is overwritten
-                                  const float* partial,  // [parts,C]
-                                  int parts, int C) {
-    __shared__ float shared[DW_SHARES][WARP];
-    int c = blockIdx.x * WARP + threadIdx.x;
+// Computes dw of a column per block, in the same order in every run.
+template <class T, class X>
+__global__ void rmsnorm_dw_kernel(X* dw,  // [C]
+                                  bool add_dw,
+                                  const T* dy,       // [N,C]
+                                  const X* x,        // [N,C]
+                                  const Wide<T>* r,  // [N]
+                                  int64_t N, int64_t C) {
+    const int64_t c = blockIdx.x;
     float sum = 0;
-    if (c < C) {
-        for (int k = threadIdx.y; k < parts; k += DW_SHARES) { sum += partial[k * (int64_t)C + c]; }
+    for (int64_t n = threadIdx.x; n < N; n += blockDim.x) {
+        sum += dy[n * C + c] * x[n * C + c] * r[n];
     }
-    shared[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();  // all shares must be there
-
-    if (threadIdx.y == 0 && c < C) {
-        for (int k = 1; k < DW_SHARES; k++) { sum += shared[k][threadIdx.x]; }
-        dw[c] = add_dw ? dw[c] + sum : sum;
-    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) { dw[c] = add_dw ? dw[c] + sum : sum; }
 }
 #endif
 
 // Runs the forward where y is. x is x_in itself where delta is null.
 static void add_rmsnorm_run(const Tensor& y, const Tensor& x, const Tensor& r, const Tensor& x_in,
                             const Tensor& delta, const Tensor& w, float eps) {
-    int64_t C = w.size(), N = x.size() / C;
-    with_types(y, x, C, {y.data, x.data, x_in.data, delta.data, w.data}, [&](auto types) {
-        using T = typename decltype(types)::T;
-        using X = typename decltype(types)::X;
-        if (x.device() == CPU) {
-            return add_rmsnorm_cpu(y.as<T>(), x.as<X>(), r.as<Wide<T>>(), x_in.as<X>(),
-                                   delta.as<T>(), w.as<X>(), N, C, eps);
-        }
-        LAUNCH(add_rmsnorm_kernel<types.W>, N, threads_for(C / types.W), y.as<T>(), x.as<X>(),
-               r.as<float>(), x_in.as<X>(), delta.as<T>(), w.as<X>(), (int)C, eps);
+    const int64_t C = w.size();
+    const int64_t N = x.size() / C;
+    with_types(y, x, [&](auto zero, auto x_zero) {
+        RUN(add_rmsnorm, x.device(), N, y.as(zero), x.as(x_zero), r.as(+zero), x_in.as(x_zero),
+            delta.as(zero), w.as(x_zero), N, C, eps);
     });
 }
 // Runs the backward where dx is. dx_low is null where nobody wants the rounded copy.
 static void rmsnorm_backward(const Tensor& dx, bool add_dx, const Tensor& dx_low, const Tensor& dw,
                              bool add_dw, const Tensor& dy, const Tensor& x, const Tensor& r,
                              const Tensor& w) {
-    int64_t C = w.size(), N = x.size() / C, parts = 0;
-#ifdef __CUDACC__
-    // Each block has four rows or more, so that the shares of dw are few beside them; and there are
-    // no more blocks than run at a time.
-    if (dx.device() != CPU) { parts = std::min(ceil_div(N, 4), 4 * multiprocessors()); }
-#endif
-    Tensor partial = empty({parts, C}, F32, WORKSPACE);
-
-    vector<const void*> addresses = {dx.data, dx_low.data, partial.data, dy.data, x.data, w.data};
-    with_types(dy, x, C, addresses, [&](auto types) {
-        using T = typename decltype(types)::T;
-        using X = typename decltype(types)::X;
-        if (dx.device() == CPU) {
-            return rmsnorm_backward_cpu(dx.as<X>(), add_dx, dx_low.as<T>(), dw.as<X>(), add_dw,
-                                        dy.as<T>(), x.as<X>(), r.as<Wide<T>>(), w.as<X>(), N, C);
-        }
-        LAUNCH(rmsnorm_backward_kernel<types.W>, parts, threads_for(C / types.W), dx.as<X>(),
-               add_dx, dx_low.as<T>(), partial.as<float>(), dy.as<T>(), x.as<X>(), r.as<float>(),
-               w.as<X>(), (int)N, (int)C);
-        LAUNCH(rmsnorm_dw_kernel, ceil_div(C, WARP), dim3(WARP, DW_SHARES), dw.as<X>(), add_dw,
-               partial.as<float>(), (int)parts, (int)C);
+    const int64_t C = w.size();
+    const int64_t N = x.size() / C;
+    with_types(dy, x, [&](auto zero, auto x_zero) {
+        RUN(rmsnorm_dx, x.device(), N, dx.as(x_zero), add_dx, dx_low.as(zero), dy.as(zero),
+            x.as(x_zero), r.as(+zero), w.as(x_zero), N, C);
+        RUN(rmsnorm_dw, x.device(), C, dw.as(x_zero), add_dw, dy.as(zero), x.as(x_zero),
+            r.as(+zero), N, C);
     });
 }
 
@@ -358,26 +291,25 @@ Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight, float e
 }
 
 // -------------------------------------------------------------------------------------------------
-// RoPE and SwiGLU sum nothing, so each is one body for CPU and GPU: f(n, part, c) computes W
-// neighbours from column c on, of a part of row n.
+// RoPE and SwiGLU sum nothing, so each is one body for CPU and GPU.
 
 #ifdef __CUDACC__
-template <int W, class F>
-__global__ void __launch_bounds__(PACK_THREADS) each_pack_kernel(F f, int C) {
-    for (int c = W * threadIdx.x; c < C; c += W * blockDim.x) { f(blockIdx.x, blockIdx.y, c); }
+template <class F>
+__global__ void each_kernel(F f, int columns) {
+    int c = blockIdx.y * blockDim.x + threadIdx.x;
+    if (c < columns) { f(blockIdx.x, c); }
 }
 #endif
-// Calls f for N rows of `parts` times C elements. On the GPU a block takes a part.
-template <int W, class F>
-static void for_each_pack(Device device, int64_t N, int parts, int64_t C, const F& f) {
-    if (N == 0) { return; }
+// Calls f(n, c) for each of N rows and each column; on the GPU a thread does it for one.
+template <class F>
+static void for_each(Device device, int64_t N, int64_t columns, const F& f) {
     if (device == CUDA) {
-        LAUNCH((each_pack_kernel<W, F>), dim3(N, parts), threads_for(C / W), f, (int)C);
+        LAUNCH(each_kernel, dim3(N, ceil_div(columns, THREADS)), THREADS, f, (int)columns);
+        return;
     }
-    if (device != CPU) { return; }
-#pragma omp parallel for if (N * parts * C > 16384)
-    for (int64_t i = 0; i < N * parts; i++) {
-        for (int c = 0; c < C; c += W) { f((int)(i / parts), (int)(i % parts), c); }
+#pragma omp parallel for if (N * columns > 16384)
+    for (int64_t n = 0; n < N; n++) {
+        for (int c = 0; c < columns; c++) { f((int)n, c); }
     }
 }
 
@@ -408,74 +340,77 @@ Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype) {
 
 static Tensor rope_eager(const Tensor& x, const Tensor& rope) {
     Range r("rope");
-    Tensor cos = slice_last(rope, 0, 2), sin = slice_last(rope, 1, 2);
-    Tensor x1 = slice_last(x, 0, 2), x2 = slice_last(x, 1, 2);
+    Tensor cos = slice_last(rope, 0, 2);
+    Tensor sin = slice_last(rope, 1, 2);
+    Tensor x1 = slice_last(x, 0, 2);
+    Tensor x2 = slice_last(x, 1, 2);
     Tensor y1 = sub(mul(cos, x1), mul(sin, x2));
     Tensor y2 = add(mul(sin, x1), mul(cos, x2));
     return interleave_last(y1, y2);
 }
 
-// y[0] and y[1] become the rotated pair (x1, x2).
-template <class A, class T>
-HD inline void rope_pair(A x1, A x2, A cos, A sin, T* y) {
-    y[0] = cos * x1 - sin * x2;
-    y[1] = sin * x1 + cos * x2;
-}
-
 // Forward moves from qkv to the heads and rotates; with `backward` it moves the heads' gradients to
 // qkv's and rotates back. Where q, k and v are null it rotates q and k within qkv.
-template <int W, class T>
+template <class T>
 struct Rope {
-    T* qkv;               // [B,T,3,H,D]
-    T *q, *k, *v;         // [B,H,T,D] each, or null
+    T* qkv;  // [B,T,3,H,D]
+    T* q;    // [B,H,T,D], as k and v; or all three are null
+    T* k;
+    T* v;
     const Wide<T>* rope;  // [T,D]
-    int positions, H, D;  // positions: T
+    int positions;        // T
+    int H;
+    int D;
     bool backward;
 
-    // in q, k or v
-    HD int64_t offset_in_heads(int b, int h, int t, int d) const {
-        return (((int64_t)b * H + h) * positions + t) * D + d;
-    }
-    // Does the pack from column c of a row's H D columns on. row: of B T; which: 0 q, 1 k, 2 v.
-    HD void operator()(int row, int which, int c) const {
+    // Does pair i of the H D / 2 of a row. Of qkv's B T 3 rows every third is q's, k's or v's.
+    HD void operator()(int row, int i) const {
+        const int which = row % 3;
+        const int t = row / 3 % positions;
+        const int b = row / 3 / positions;
+        const int h = 2 * i / D;
+        const int d = 2 * i % D;
+
         T* heads = v;
         if (which == 0) { heads = q; }
         if (which == 1) { heads = k; }
-        T* joined = qkv + (row * (int64_t)3 + which) * (H * D) + c;
-        const int b = row / positions, t = row % positions, h = c / D, d = c % D;
-        T* apart = heads ? heads + offset_in_heads(b, h, t, d) : joined;
+        T* joined = qkv + ((int64_t)row * H + h) * D + d;
+        T* apart = heads ? heads + (((int64_t)b * H + h) * positions + t) * D + d : joined;
+        const T* from = backward ? apart : joined;
+        T* to = backward ? joined : apart;
 
-        Pack<T, W> pack = load_pack<W>(backward ? apart : joined);
-        if (which < 2) {
-            Pack<Wide<T>, W> cos_sin = load_pack<W>(rope + t * D + d);
-            for (int i = 0; i < W; i += 2) {
-                Wide<T> x1 = pack.x[i], x2 = pack.x[i + 1];
-                Wide<T> cos = cos_sin.x[i], sin = cos_sin.x[i + 1];
-                if (backward) { sin = -sin; }
-                rope_pair(x1, x2, cos, sin, pack.x + i);
-            }
+        if (which == 2) {
+            to[0] = from[0];
+            to[1] = from[1];
+            return;
         }
-        store_pack(backward ? joined : apart, pack);
+
+        Wide<T> x1 = from[0];
+        Wide<T> x2 = from[1];
+        Wide<T> cos = rope[t * D + d];
+        Wide<T> sin = rope[t * D + d + 1];
+        if (backward) { sin = -sin; }
+        to[0] = cos * x1 - sin * x2;
+        to[1] = sin * x1 + cos * x2;
     }
 };
-// Runs Rope on all packs. W is at least 2, since a pack holds whole pairs. In place v has nothing
-// to do, and only 2 parts of a row are visited.
+// Runs Rope on all pairs.
 static void rotate(const Tensor& qkv, const Tensor& q, const Tensor& k, const Tensor& v,
                    const Tensor& rope, bool backward) {
-    const int64_t C = qkv.dim(-1) / 3, D = rope.dim(1), N = qkv.size() / (3 * C);
-    with_types<2>(qkv, qkv, D, {qkv.data, q.data, k.data, v.data, rope.data}, [&](auto types) {
-        using T = typename decltype(types)::T;
-        Rope<types.W, T> f;
-        f.qkv = qkv.as<T>();
-        f.q = q.as<T>();
-        f.k = k.as<T>();
-        f.v = v.as<T>();
-        f.rope = rope.as<Wide<T>>();
+    const int64_t C = qkv.dim(-1) / 3;
+    const int64_t D = rope.dim(1);
+    with_types(qkv, qkv, [&](auto zero, auto) {
+        Rope<decltype(zero)> f;
+        f.qkv = qkv.as(zero);
+        f.q = q.as(zero);
+        f.k = k.as(zero);
+        f.v = v.as(zero);
+        f.rope = rope.as(+zero);
         f.positions = (int)rope.dim(0);
         f.H = (int)(C / D);
         f.D = (int)D;
         f.backward = backward;
-        for_each_pack<types.W>(qkv.device(), N, q ? 3 : 2, C, f);
+        for_each(qkv.device(), qkv.size() / C, C / 2, f);
     });
 }
 
@@ -483,7 +418,8 @@ static void rotate(const Tensor& qkv, const Tensor& q, const Tensor& k, const Te
 static void split_heads(const Layer& layer, const Tensor& y, const Tensor& rope_all, int H,
                         Tensor* q, Tensor* k, Tensor* v) {
     Range r("projections");
-    int64_t B = y.dim(0), T = y.dim(1), C = y.dim(2), D = C / H;
+    const int64_t B = y.dim(0), T = y.dim(1), C = y.dim(2);
+    const int64_t D = C / H;
     Tensor rope = view(rope_all, 0, {T, D});
     if (context.mode == EAGER) {
         auto heads = [&](const Tensor& w) {
@@ -548,63 +484,48 @@ template <class A>
 HD inline A sigmoid_of(A a) {
     return 1 / (1 + std::exp(-a));
 }
-template <int W, class T>
+template <class T>
 struct Swiglu {
     T* g;        // [N,F]
     const T* h;  // [N,2F]
-    int F;
-    HD void operator()(int n, int, int f) const {
-        const int64_t row = n * (int64_t)F;
-        Pack<T, W> a_pack = load_pack<W>(h + 2 * row + f);
-        Pack<T, W> b = load_pack<W>(h + 2 * row + F + f);
-
-        Pack<T, W> out;
-        for (int i = 0; i < W; i++) {
-            Wide<T> a = a_pack.x[i];
-            out.x[i] = a * sigmoid_of(a) * b.x[i];
-        }
-        store_pack(g + row + f, out);
+    int64_t F;
+    HD void operator()(int n, int f) const {
+        const T* row = h + 2 * n * F;
+        Wide<T> a = row[f];
+        g[n * F + f] = a * sigmoid_of(a) * row[F + f];
     }
 };
-template <int W, class T>
+template <class T>
 struct SwigluBackward {
     T* dh;           // [N,2F]
     const T* dg_in;  // [N,F]
     const T* h;      // [N,2F]
-    int F;
-    HD void operator()(int n, int, int f) const {
-        const int64_t row = n * (int64_t)F, at = 2 * row + f;
-        Pack<T, W> a_pack = load_pack<W>(h + at);
-        Pack<T, W> b = load_pack<W>(h + at + F);
-        Pack<T, W> d = load_pack<W>(dg_in + row + f);
-
-        Pack<T, W> da, db;
-        for (int i = 0; i < W; i++) {
-            Wide<T> a = a_pack.x[i], s = sigmoid_of(a), dg = d.x[i];
-            da.x[i] = dg * b.x[i] * s * (1 + a * (1 - s));
-            db.x[i] = dg * a * s;
-        }
-        store_pack(dh + at, da);
-        store_pack(dh + at + F, db);
+    int64_t F;
+    HD void operator()(int n, int f) const {
+        const T* row = h + 2 * n * F;
+        Wide<T> a = row[f];
+        Wide<T> b = row[F + f];
+        Wide<T> dg = dg_in[n * F + f];
+        Wide<T> s = sigmoid_of(a);
+        dh[2 * n * F + f] = dg * b * s * (1 + a * (1 - s));
+        dh[2 * n * F + F + f] = dg * a * s;
     }
 };
 
 // Computes g [..,F] from h [..,2F].
 static void swiglu_run(const Tensor& g, const Tensor& h) {
     const int64_t F = g.dim(-1);
-    with_types(g, g, F, {g.data, h.data}, [&](auto types) {
-        using T = typename decltype(types)::T;
-        Swiglu<types.W, T> f = {g.as<T>(), h.as<T>(), (int)F};
-        for_each_pack<types.W>(g.device(), g.size() / F, 1, F, f);
+    with_types(g, g, [&](auto zero, auto) {
+        Swiglu<decltype(zero)> f = {g.as(zero), h.as(zero), F};
+        for_each(g.device(), g.size() / F, F, f);
     });
 }
 // Computes dh [..,2F] from dg [..,F] and h [..,2F].
 static void swiglu_backward(const Tensor& dh, const Tensor& dg, const Tensor& h) {
     const int64_t F = dg.dim(-1);
-    with_types(dg, dg, F, {dh.data, dg.data, h.data}, [&](auto types) {
-        using T = typename decltype(types)::T;
-        SwigluBackward<types.W, T> f = {dh.as<T>(), dg.as<T>(), h.as<T>(), (int)F};
-        for_each_pack<types.W>(dg.device(), dg.size() / F, 1, F, f);
+    with_types(dg, dg, [&](auto zero, auto) {
+        SwigluBackward<decltype(zero)> f = {dh.as(zero), dg.as(zero), h.as(zero), F};
+        for_each(dg.device(), dg.size() / F, F, f);
     });
 }
 // Returns g, of `shape`, from h [..,2F].
@@ -617,7 +538,8 @@ static Tensor swiglu_forward(const Tensor& h, const Shape& shape) {
 // which backward needs anyway.
 Tensor swiglu(const Layer& layer, const Tensor& y) {
     if (context.mode == EAGER) {
-        Tensor a = linear(y, layer.w1), b = linear(y, layer.w3);
+        Tensor a = linear(y, layer.w1);
+        Tensor b = linear(y, layer.w3);
         Range r("swiglu");
         return mul(mul(a, sigmoid(a)), b);
     }
@@ -644,8 +566,7 @@ Tensor swiglu(const Layer& layer, const Tensor& y) {
 //   loss = mean_n( lse_n - l[n,t_n] ),  lse_n = log sum_v exp(l[n,v])
 //   dl[n,v] = (exp(l[n,v] - lse_n) - [v = t_n]) dloss / N
 // All of it is in fp32, whatever the logits are.
-// Fused: the logits are read once forward and once backward, and their gradient takes their place
-// in memory.
+// Fused: one kernel forward and one backward, and the logits' gradient takes their place in memory.
 
 static Tensor cross_entropy_eager(const Tensor& logits, const Tensor& targets) {
     Tensor l = cast(logits, logits.dtype == F64 ? F64 : F32);
@@ -675,11 +596,13 @@ static void cross_entropy_cpu(Wide<T>* loss,       // [N]
 // Computes dl of these rows on the CPU; dl may be l. The loss is the mean over N rows, of which
 // these may be a part.
 template <class T>
-static void cross_entropy_backward_cpu(T* dl,               // [rows,V]
-                                       const T* l,          // [rows,V]
-                                       const Wide<T>* lse,  // [rows]
-                                       const int* targets,  // [rows]
-                                       Wide<T> dloss, int64_t rows, int64_t N, int64_t V) {
+static void cross_entropy_backward_cpu(T* dl,                    // [rows,V]
+                                       const T* l,               // [rows,V]
+                                       const Wide<T>* lse,       // [rows]
+                                       const int* targets,       // [rows]
+                                       const Wide<T>* dloss_in,  // []
+                                       int64_t rows, int64_t N, int64_t V) {
+    const Wide<T> dloss = *dloss_in;
 #pragma omp parallel for if (rows > 64)
     for (int64_t n = 0; n < rows; n++) {
         for (int64_t v = 0; v < V; v++) {
@@ -690,52 +613,42 @@ static void cross_entropy_backward_cpu(T* dl,               // [rows,V]
 }
 
 #ifdef __CUDACC__
-// Computes loss and lse of a row per block, maximum and sum in one pass: the sum is rescaled when
-// the maximum grows. The maximum starts from a finite number: logits of -inf then add exp(-inf) =
-// 0, where -inf - -inf would be NaN.
-template <int W, class T>
-__global__ void __launch_bounds__(PACK_THREADS) cross_entropy_kernel(float* loss,         // [N]
-                                                                     float* lse,          // [N]
-                                                                     const T* logits,     // [N,V]
-                                                                     const int* targets,  // [N]
-                                                                     int V) {
-    const T* l = logits + blockIdx.x * (int64_t)V;
-    float largest = -FLT_MAX, sum = 0;
-    for (int v = W * threadIdx.x; v < V; v += W * blockDim.x) {
-        Pack<T, W> pack = load_pack<W>(l + v);
-        float larger = largest;
-        for (const T& x : pack.x) { larger = fmaxf(larger, x); }
-        sum *= expf(largest - larger);
-        for (const T& x : pack.x) { sum += expf(x - larger); }
-        largest = larger;
-    }
+// Computes loss and lse of a row per block. The maximum starts from a finite number: logits of -inf
+// then add exp(-inf) = 0, where -inf - -inf would be NaN.
+template <class T>
+__global__ void cross_entropy_kernel(Wide<T>* loss,       // [N]
+                                     Wide<T>* lse,        // [N]
+                                     const T* logits,     // [N,V]
+                                     const int* targets,  // [N]
+                                     int64_t, int64_t V) {
+    const int64_t n = blockIdx.x;
+    const T* l = logits + n * V;
+    float largest = -FLT_MAX;
+    for (int64_t v = threadIdx.x; v < V; v += blockDim.x) { largest = fmaxf(largest, l[v]); }
+    largest = block_max(largest);
 
-    float row_largest = block_max(largest);
-    float row_sum = block_sum(sum * expf(largest - row_largest));
+    float sum = 0;
+    for (int64_t v = threadIdx.x; v < V; v += blockDim.x) { sum += expf(l[v] - largest); }
+    sum = block_sum(sum);
+
     if (threadIdx.x == 0) {
-        lse[blockIdx.x] = row_largest + logf(row_sum);
-        loss[blockIdx.x] = lse[blockIdx.x] - l[targets[blockIdx.x]];
+        lse[n] = largest + logf(sum);
+        loss[n] = lse[n] - l[targets[n]];
     }
 }
 // Computes dl of a row per block, as cross_entropy_backward_cpu.
-template <int W, class T>
-__global__ void __launch_bounds__(PACK_THREADS)
-    cross_entropy_backward_kernel(T* dl,                // [rows,V]
-                                  const T* l,           // [rows,V]
-                                  const float* lse_in,  // [rows]
-                                  const int* targets,   // [rows]
-                                  const float* dloss,   // []
-                                  int64_t N, int V) {
-    const int64_t row = blockIdx.x * (int64_t)V;
-    const float factor = *dloss / N, lse = lse_in[blockIdx.x];
-    const int target = targets[blockIdx.x];
-    for (int v = W * threadIdx.x; v < V; v += W * blockDim.x) {
-        Pack<T, W> pack = load_pack<W>(l + row + v);
-        for (int i = 0; i < W; i++) {
-            float p = expf(pack.x[i] - lse);
-            pack.x[i] = (p - (v + i == target)) * factor;
-        }
-        store_pack(dl + row + v, pack);
+template <class T>
+__global__ void cross_entropy_backward_kernel(T* dl,                 // [rows,V]
+                                              const T* l,            // [rows,V]
+                                              const Wide<T>* lse,    // [rows]
+                                              const int* targets,    // [rows]
+                                              const Wide<T>* dloss,  // []
+                                              int64_t, int64_t N, int64_t V) {
+    const int64_t n = blockIdx.x;
+    const float factor = *dloss / N;
+    for (int64_t v = threadIdx.x; v < V; v += blockDim.x) {
+        float p = expf(l[n * V + v] - lse[n]);
+        dl[n * V + v] = (p - (v == targets[n])) * factor;
     }
 }
 #endif
@@ -743,29 +656,19 @@ __global__ void __launch_bounds__(PACK_THREADS)
 // Runs the forward where the logits l [N,V] are.
 static void cross_entropy_run(const Tensor& loss, const Tensor& lse, const Tensor& l,
                               const Tensor& targets) {
-    int64_t N = l.dim(0), V = l.dim(1);
-    with_types(l, l, V, {l.data}, [&](auto types) {
-        using T = typename decltype(types)::T;
-        if (l.device() == CPU) {
-            return cross_entropy_cpu(loss.as<Wide<T>>(), lse.as<Wide<T>>(), l.as<T>(),
-                                     targets.as<int>(), N, V);
-        }
-        LAUNCH(cross_entropy_kernel<types.W>, N, threads_for(V / types.W), loss.as<float>(),
-               lse.as<float>(), l.as<T>(), targets.as<int>(), (int)V);
+    const int64_t N = l.dim(0);
+    with_types(l, l, [&](auto zero, auto) {
+        RUN(cross_entropy, l.device(), N, loss.as(+zero), lse.as(+zero), l.as(zero),
+            targets.as<int>(), N, l.dim(1));
     });
 }
 // Runs the backward where the logits l [rows,V] are, for a loss that is the mean over N rows.
 static void cross_entropy_backward(const Tensor& dl, const Tensor& l, const Tensor& lse,
                                    const Tensor& targets, const Tensor& dloss, int64_t N) {
-    int64_t rows = l.dim(0), V = l.dim(1);
-    with_types(l, l, V, {dl.data, l.data}, [&](auto types) {
-        using T = typename decltype(types)::T;
-        if (l.device() == CPU) {
-            return cross_entropy_backward_cpu(dl.as<T>(), l.as<T>(), lse.as<Wide<T>>(),
-                                              targets.as<int>(), *dloss.as<Wide<T>>(), rows, N, V);
-        }
-        LAUNCH(cross_entropy_backward_kernel<types.W>, rows, threads_for(V / types.W), dl.as<T>(),
-               l.as<T>(), lse.as<float>(), targets.as<int>(), dloss.as<float>(), N, (int)V);
+    const int64_t rows = l.dim(0);
+    with_types(l, l, [&](auto zero, auto) {
+        RUN(cross_entropy_backward, l.device(), rows, dl.as(zero), l.as(zero), lse.as(+zero),
+            targets.as<int>(), dloss.as(+zero), rows, N, l.dim(1));
     });
 }
 
@@ -777,7 +680,8 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets) {
     if (context.mode == EAGER) { return cross_entropy_eager(l, targets); }
 
     DType wide = l.dtype == F64 ? F64 : F32;
-    Tensor rows = empty({N}, wide), lse = empty({N}, wide);
+    Tensor rows = empty({N}, wide);
+    Tensor lse = empty({N}, wide);
     ops().cross_entropy(rows, lse, l, targets);
     Tensor loss = detached(mean_all(detached(rows)));
 
@@ -799,8 +703,10 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets) {
 // need the loss scale before: dl is mostly about 1/(N V), less than it can hold.
 Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, int64_t chunk) {
     Range range("head and loss");
-    int64_t V = head.dim(0), C = head.dim(1), N = y.size() / C;
-    Tensor x = reshape(autocast_operand(y), {N, C}), w = autocast_operand(head);
+    const int64_t V = head.dim(0), C = head.dim(1);
+    const int64_t N = y.size() / C;
+    Tensor x = reshape(autocast_operand(y), {N, C});
+    Tensor w = autocast_operand(head);
     DType wide = x.dtype == F64 ? F64 : F32;
     Tensor rows = empty({N}, wide), dx, dW;
     if (context.recording) {
@@ -859,11 +765,12 @@ static const LayerOps& ops() {
 
 #ifdef __CUDACC__
 constexpr int NORM_BLOCKS = 1024;
-constexpr int FLAT_THREADS = 256;  // of a block, where a thread takes single elements
 
 // Writes to partial[b] the sum of squares of the elements that block b takes, in fp32.
 template <class T>
-__global__ void square_sum_kernel(double* partial, const T* g, int64_t n) {
+__global__ void square_sum_kernel(double* partial,  // [gridDim.x]
+                                  const T* g,       // [n]
+                                  int64_t n) {
     float sum = 0;
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n;
          i += (int64_t)gridDim.x * blockDim.x) {
@@ -886,8 +793,7 @@ double square_sum(const vector<FlatGradient>& gradients) {
         double* next = partial.as<double>();
         for (const FlatGradient& one : gradients) {
             with_gpu_type(one.g.dtype, [&](auto zero) {
-                LAUNCH(square_sum_kernel, NORM_BLOCKS, FLAT_THREADS, next, one.g.as(zero),
-                       one.g.size());
+                LAUNCH(square_sum_kernel, NORM_BLOCKS, THREADS, next, one.g.as(zero), one.g.size());
             });
             next += NORM_BLOCKS;
         }
@@ -906,18 +812,26 @@ double square_sum(const vector<FlatGradient>& gradients) {
 
 #ifdef __CUDACC__
 template <class P, class G>
-__global__ void adamw_kernel(P* p, const G* g, P* m, P* v, int64_t n, AdamWScalars s) {
+__global__ void adamw_kernel(P* p,        // [n]
+                             const G* g,  // [n]
+                             P* m,        // [n]
+                             P* v,        // [n]
+                             int64_t n, AdamWScalars s) {
     int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
     if (i < n) { adamw_element(p + i, g[i], m + i, v + i, s); }
 }
 #endif
 // Updates n neighbouring weights and their moments, where they are.
 template <class P, class G>
-static void adamw_range(P* p, const G* g, P* m, P* v, int64_t n, AdamWScalars s) {
+static void adamw_range(P* p,        // [n]
+                        const G* g,  // [n]
+                        P* m,        // [n]
+                        P* v,        // [n]
+                        int64_t n, AdamWScalars s) {
     if (n == 0) { return; }
 #ifdef __CUDACC__
     if (context.device == CUDA) {
-        LAUNCH(adamw_kernel, ceil_div(n, FLAT_THREADS), FLAT_THREADS, p, g, m, v, n, s);
+        LAUNCH(adamw_kernel, ceil_div(n, THREADS), THREADS, p, g, m, v, n, s);
         return;
     }
 #endif

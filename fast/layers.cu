@@ -52,6 +52,13 @@ static void with_types(const Tensor& t, const Tensor& x, int64_t n,
         }
     });
 }
+// The most threads of a block that shares a row: one of d_model 2560 in fp32 is a pack per thread.
+constexpr int PACK_THREADS = 640;
+// Returns the threads of a block that shares a row of so many packs: whole warps, each thread with
+// the same number of packs, as far as that goes.
+static int threads_for(int64_t packs) {
+    return WARP * ceil_div(packs, WARP * ceil_div(packs, PACK_THREADS));
+}
 
 // -------------------------------------------------------------------------------------------------
 // RMSNorm

@@ -1,6 +1,5 @@
 // lib/gpu.h: what several files' kernels share: packs of neighbours, the launch of a kernel, sums
-// and maxima over a warp or a block, and with_packs(), which chooses a kernel's types. To read
-// first: the call that is written out above with_packs().
+// and maxima over a warp or a block.
 #pragma once
 #include "lib.h"
 
@@ -79,49 +78,7 @@ __device__ inline float over_block(float x, float of_nothing) {
 }
 __device__ inline float block_sum(float x) { return over_block<warp_sum>(x, 0); }
 __device__ inline float block_max(float x) { return over_block<warp_max>(x, -INFINITY); }
-
-// Runs f(zero, width): zero has the dtype's C++ type (see with_gpu_type), and width says how many
-// elements a pack has. That is 16 bytes' worth if they divide n, of which all rows' lengths are
-// multiples, and if all addresses are multiples of 16; else it is `least`.
-//
-// One call written out: y [N,C] is F32, C a multiple of 4, and y.data one of 16. Then
-//
-//     with_packs(y.dtype, C, {y.data}, [&](auto zero, auto width) {
-//         LAUNCH(kernel<width>, N, threads_for(C / width), y.as(zero), (int)C);
-//     });
-//
-// launches
-//
-//     kernel<4><<<N, threads_for(C / 4), 0, stream()>>>((float*)y.data, (int)C);
-//
-// zero is float(), so y.as(zero) is a float*. width is a std::integral_constant<int, 4>, whose type
-// holds the 4: so it can be a template argument. The compiler makes the lambda, and with it the
-// kernel, for three types and two widths each; one of the six runs.
-template <int least = 1, class Fn>
-void with_packs(DType dtype, int64_t n, const vector<const void*>& addresses, Fn f) {
-    with_gpu_type(dtype, [&](auto zero) {
-        constexpr int W = 16 / sizeof(zero);
-        bool fits = n % W == 0;
-        for (const void* address : addresses) { fits = fits && (uintptr_t)address % 16 == 0; }
-        if (fits) {
-            f(zero, std::integral_constant<int, W>());
-        } else {
-            f(zero, std::integral_constant<int, least>());
-        }
-    });
-}
-// The most threads of a block that shares a row: one of d_model 2560 in fp32 is a pack per thread.
-constexpr int PACK_THREADS = 640;
-// Returns the threads of a block that shares a row of so many packs: whole warps, each thread with
-// the same number of packs, as far as that goes.
-inline int threads_for(int64_t packs) {
-    return WARP * ceil_div(packs, WARP * ceil_div(packs, PACK_THREADS));
-}
 #else
 // Without nvcc there is no CUDA tensor, so nothing ever comes to a launch.
 #define LAUNCH(...) fail("this build is for the CPU only")
-template <int least = 1, class Fn>
-void with_packs(DType, int64_t, const vector<const void*>&, Fn) {
-    LAUNCH();
-}
 #endif
