@@ -63,9 +63,9 @@ static int threads_for(int64_t packs) {
 // -------------------------------------------------------------------------------------------------
 // RMSNorm
 
-// Forward on the GPU, as add_rmsnorm_cpu; a block has a row. A row's elements are needed twice,
-// before and after the sum over the row. A row of one pack per thread stays in registers in
-// between; a longer row is read again, by the thread that wrote it, from L1 or L2.
+// Computes y, r and, where there is a delta, x_out = x + delta; a block has a row. A row's elements
+// are needed twice, before and after the sum over the row. A row of one pack per thread stays in
+// registers in between; a longer row is read again, by the thread that wrote it, from L1 or L2.
 template <int W, class T, class X>
 __global__ void __launch_bounds__(PACK_THREADS)
     add_rmsnorm_kernel(T* y,            // [N,C]
@@ -178,6 +178,7 @@ __global__ void rmsnorm_dw_kernel(X* dw,                 // [C]
     }
 }
 
+// Launches the forward, as add_rmsnorm_run in layers.cu.
 static void add_rmsnorm_packed(const Tensor& y, const Tensor& x, const Tensor& r,
                                const Tensor& x_in, const Tensor& delta, const Tensor& w,
                                float eps) {
@@ -188,6 +189,7 @@ static void add_rmsnorm_packed(const Tensor& y, const Tensor& x, const Tensor& r
                r.as<float>(), x_in.as(x_zero), delta.as(zero), w.as(x_zero), (int)C, eps);
     });
 }
+// Launches the backward, as rmsnorm_backward in layers.cu, with room for the shares of dw.
 static void rmsnorm_backward_packed(const Tensor& dx, bool add_dx, const Tensor& dx_low,
                                     const Tensor& dw, bool add_dw, const Tensor& dy,
                                     const Tensor& x, const Tensor& r, const Tensor& w) {
@@ -208,139 +210,114 @@ static void rmsnorm_backward_packed(const Tensor& dx, bool add_dx, const Tensor&
 }
 
 // -------------------------------------------------------------------------------------------------
-// RoPE and SwiGLU: f(n, part, c) computes W neighbours from column c on, of a part of row n.
+// RoPE
 
-template <int W, class F>
-__global__ void __launch_bounds__(PACK_THREADS) each_pack_kernel(F f, int C) {
-    for (int c = W * threadIdx.x; c < C; c += W * blockDim.x) { f(blockIdx.x, blockIdx.y, c); }
-}
-// Calls f for N rows of `parts` times C elements. A block takes a part.
-template <int W, class F>
-static void for_each_pack(int64_t N, int parts, int64_t C, const F& f) {
-    if (N == 0) { return; }
-    LAUNCH((each_pack_kernel<W, F>), dim3(N, parts), threads_for(C / W), f, (int)C);
-}
-
-// y[0] and y[1] become the rotated pair (x1, x2).
-template <class A, class T>
-__device__ inline void rope_pair(A x1, A x2, A cos, A sin, T* y) {
-    y[0] = cos * x1 - sin * x2;
-    y[1] = sin * x1 + cos * x2;
-}
-
-// Forward moves from qkv to the heads and rotates; with `backward` it moves the heads' gradients to
-// qkv's and rotates back. Where q, k and v are null it rotates q and k within qkv.
+// Moves the packs of a row of q, k or v per block, and rotates q's and k's. W is at least 2, since
+// a pack holds whole pairs.
 template <int W, class T>
-struct Rope {
-    T* qkv;               // [B,T,3,H,D]
-    T *q, *k, *v;         // [B,H,T,D] each, or null
-    const Wide<T>* rope;  // [T,D]
-    int positions, H, D;  // positions: T
-    bool backward;
+__global__ void __launch_bounds__(PACK_THREADS)
+    rope_kernel(T* qkv,             // [B,T,3,H,D]
+                T* q,               // [B,H,T,D], or null, as are k and v then: in place
+                T* k,               // [B,H,T,D]
+                T* v,               // [B,H,T,D]
+                const float* rope,  // [T,D]
+                int positions, int H, int D, bool backward) {
+    const int row = blockIdx.x, which = blockIdx.y;  // row: of B T; which: 0 q, 1 k, 2 v
+    const int b = row / positions, t = row % positions;
+    T* heads = v;
+    if (which == 0) { heads = q; }
+    if (which == 1) { heads = k; }
 
-    // in q, k or v
-    __device__ int64_t offset_in_heads(int b, int h, int t, int d) const {
-        return (((int64_t)b * H + h) * positions + t) * D + d;
-    }
-    // Does the pack from column c of a row's H D columns on. row: of B T; which: 0 q, 1 k, 2 v.
-    __device__ void operator()(int row, int which, int c) const {
-        T* heads = v;
-        if (which == 0) { heads = q; }
-        if (which == 1) { heads = k; }
+    for (int c = W * threadIdx.x; c < H * D; c += W * blockDim.x) {
+        const int h = c / D, d = c % D;
         T* joined = qkv + (row * (int64_t)3 + which) * (H * D) + c;
-        const int b = row / positions, t = row % positions, h = c / D, d = c % D;
-        T* apart = heads ? heads + offset_in_heads(b, h, t, d) : joined;
+        T* apart = heads ? heads + (((int64_t)b * H + h) * positions + t) * D + d : joined;
 
         Pack<T, W> pack = load_pack<W>(backward ? apart : joined);
         if (which < 2) {
-            Pack<Wide<T>, W> cos_sin = load_pack<W>(rope + t * D + d);
+            Pack<float, W> cos_sin = load_pack<W>(rope + t * D + d);
             for (int i = 0; i < W; i += 2) {
-                Wide<T> x1 = pack.x[i], x2 = pack.x[i + 1];
-                Wide<T> cos = cos_sin.x[i], sin = cos_sin.x[i + 1];
+                float x1 = pack.x[i], x2 = pack.x[i + 1];
+                float cos = cos_sin.x[i], sin = cos_sin.x[i + 1];
                 if (backward) { sin = -sin; }
-                rope_pair(x1, x2, cos, sin, pack.x + i);
+                pack.x[i] = cos * x1 - sin * x2;
+                pack.x[i + 1] = sin * x1 + cos * x2;
             }
         }
         store_pack(backward ? joined : apart, pack);
     }
-};
-// Runs Rope on all packs. W is at least 2, since a pack holds whole pairs. In place v has nothing
-// to do, and only 2 parts of a row are visited.
+}
+
+// Launches forward or backward, as rotate in layers.cu.
 static void rotate_packed(const Tensor& qkv, const Tensor& q, const Tensor& k, const Tensor& v,
                           const Tensor& rope, bool backward) {
     const int64_t C = qkv.dim(-1) / 3, D = rope.dim(1), N = qkv.size() / (3 * C);
     vector<const void*> addresses = {qkv.data, q.data, k.data, v.data, rope.data};
     with_types<2>(qkv, qkv, D, addresses, [&](auto zero, auto, auto width) {
-        Rope<width, decltype(zero)> f;
-        f.qkv = qkv.as(zero);
-        f.q = q.as(zero);
-        f.k = k.as(zero);
-        f.v = v.as(zero);
-        f.rope = rope.as<float>();
-        f.positions = (int)rope.dim(0);
-        f.H = (int)(C / D);
-        f.D = (int)D;
-        f.backward = backward;
-        for_each_pack<width>(N, q ? 3 : 2, C, f);
+        dim3 grid(N, q ? 3 : 2);  // in place v stays as it is
+        LAUNCH(rope_kernel<width>, grid, threads_for(C / width), qkv.as(zero), q.as(zero),
+               k.as(zero), v.as(zero), rope.as<float>(), (int)rope.dim(0), (int)(C / D), (int)D,
+               backward);
     });
 }
 
-template <class A>
-__device__ inline A sigmoid_of(A a) {
-    return 1 / (1 + std::exp(-a));
-}
+// -------------------------------------------------------------------------------------------------
+// SwiGLU
+
+__device__ inline float sigmoid_of(float a) { return 1 / (1 + std::exp(-a)); }
+// Computes a row of g per block.
 template <int W, class T>
-struct Swiglu {
-    T* g;        // [N,F]
-    const T* h;  // [N,2F]
-    int F;
-    __device__ void operator()(int n, int, int f) const {
-        const int64_t row = n * (int64_t)F;
+__global__ void __launch_bounds__(PACK_THREADS) swiglu_kernel(T* g,        // [N,F]
+                                                              const T* h,  // [N,2F]
+                                                              int F) {
+    const int64_t row = blockIdx.x * (int64_t)F;
+    for (int f = W * threadIdx.x; f < F; f += W * blockDim.x) {
         Pack<T, W> a_pack = load_pack<W>(h + 2 * row + f);
         Pack<T, W> b = load_pack<W>(h + 2 * row + F + f);
 
         Pack<T, W> out;
         for (int i = 0; i < W; i++) {
-            Wide<T> a = a_pack.x[i];
+            float a = a_pack.x[i];
             out.x[i] = a * sigmoid_of(a) * b.x[i];
         }
         store_pack(g + row + f, out);
     }
-};
+}
+// Computes a row of dh per block.
 template <int W, class T>
-struct SwigluBackward {
-    T* dh;           // [N,2F]
-    const T* dg_in;  // [N,F]
-    const T* h;      // [N,2F]
-    int F;
-    __device__ void operator()(int n, int, int f) const {
-        const int64_t row = n * (int64_t)F, at = 2 * row + f;
+__global__ void __launch_bounds__(PACK_THREADS) swiglu_backward_kernel(T* dh,           // [N,2F]
+                                                                       const T* dg_in,  // [N,F]
+                                                                       const T* h,      // [N,2F]
+                                                                       int F) {
+    const int64_t row = blockIdx.x * (int64_t)F;
+    for (int f = W * threadIdx.x; f < F; f += W * blockDim.x) {
+        const int64_t at = 2 * row + f;
         Pack<T, W> a_pack = load_pack<W>(h + at);
         Pack<T, W> b = load_pack<W>(h + at + F);
         Pack<T, W> d = load_pack<W>(dg_in + row + f);
 
         Pack<T, W> da, db;
         for (int i = 0; i < W; i++) {
-            Wide<T> a = a_pack.x[i], s = sigmoid_of(a), dg = d.x[i];
+            float a = a_pack.x[i], s = sigmoid_of(a), dg = d.x[i];
             da.x[i] = dg * b.x[i] * s * (1 + a * (1 - s));
             db.x[i] = dg * a * s;
         }
         store_pack(dh + at, da);
         store_pack(dh + at + F, db);
     }
-};
+}
+
 static void swiglu_packed(const Tensor& g, const Tensor& h) {
-    const int64_t F = g.dim(-1);
+    const int64_t F = g.dim(-1), N = g.size() / F;
     with_types(g, g, F, {g.data, h.data}, [&](auto zero, auto, auto width) {
-        Swiglu<width, decltype(zero)> f = {g.as(zero), h.as(zero), (int)F};
-        for_each_pack<width>(g.size() / F, 1, F, f);
+        LAUNCH(swiglu_kernel<width>, N, threads_for(F / width), g.as(zero), h.as(zero), (int)F);
     });
 }
 static void swiglu_backward_packed(const Tensor& dh, const Tensor& dg, const Tensor& h) {
-    const int64_t F = dg.dim(-1);
+    const int64_t F = dg.dim(-1), N = dg.size() / F;
     with_types(dg, dg, F, {dh.data, dg.data, h.data}, [&](auto zero, auto, auto width) {
-        SwigluBackward<width, decltype(zero)> f = {dh.as(zero), dg.as(zero), h.as(zero), (int)F};
-        for_each_pack<width>(dg.size() / F, 1, F, f);
+        LAUNCH(swiglu_backward_kernel<width>, N, threads_for(F / width), dh.as(zero), dg.as(zero),
+               h.as(zero), (int)F);
     });
 }
 
@@ -396,6 +373,7 @@ __global__ void __launch_bounds__(PACK_THREADS)
     }
 }
 
+// Launches the forward, as cross_entropy_run in layers.cu.
 static void cross_entropy_packed(const Tensor& loss, const Tensor& lse, const Tensor& l,
                                  const Tensor& targets) {
     const int64_t N = l.dim(0), V = l.dim(1);
@@ -404,6 +382,7 @@ static void cross_entropy_packed(const Tensor& loss, const Tensor& lse, const Te
                lse.as<float>(), l.as(zero), targets.as<int>(), (int)V);
     });
 }
+// Launches the backward, as cross_entropy_backward in layers.cu.
 static void cross_entropy_backward_packed(const Tensor& dl, const Tensor& l, const Tensor& lse,
                                           const Tensor& targets, const Tensor& dloss, int64_t N) {
     const int64_t rows = l.dim(0), V = l.dim(1);
