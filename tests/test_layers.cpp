@@ -81,6 +81,12 @@ static Tensors fused_ops_on_rows(int64_t N, int64_t C) {
     results.push_back(loss), results.push_back(logits.gradient->value);
     return results;
 }
+// While it lives, fast/ has no part in the fused ops.
+struct OnlyPlainOps {
+    FastWays before = fast_ways;
+    OnlyPlainOps() { fast_ways.layers = nullptr; }
+    ~OnlyPlainOps() { fast_ways = before; }
+};
 TEST_CASE("layers: fused ops on rows of any length, the GPU against the CPU") {
     if (!begin_on(CUDA)) { return; }
     // C: a pack or none, more than one element per thread, more than one pack per thread. N: more
@@ -94,17 +100,150 @@ TEST_CASE("layers: fused ops on rows of any length, the GPU against the CPU") {
             const string what = strprintf("N %d, C %d, %s", N, C, name_of(precision));
             CAPTURE(what);
             context.precision = precision;
-            Tensors results[2];
-            for (Device device : {CPU, CUDA}) {
-                context.device = device;
-                results[device] = fused_ops_on_rows(N, C);
-            }
             context.device = CPU;
-            for (size_t k = 0; k < results[CPU].size(); k++) {
+            const Tensors want = fused_ops_on_rows(N, C);
+            context.device = CUDA;
+            const Tensors fast = fused_ops_on_rows(N, C);
+            const OnlyPlainOps only_plain;
+            const Tensors plain = fused_ops_on_rows(N, C);
+            context.device = CPU;
+            for (size_t k = 0; k < want.size(); k++) {
                 CAPTURE(k);
                 // one element per row: dx is all rounding
-                double atol = 1e-8 + tolerance * largest(results[CPU][k]);
-                Comparison c = compare(results[CUDA][k], results[CPU][k], tolerance, atol);
+                double atol = 1e-8 + tolerance * largest(want[k]);
+                for (const Tensors* got : {&fast, &plain}) {
+                    CAPTURE(got == &plain);
+                    Comparison c = compare((*got)[k], want[k], tolerance, atol);
+                    CHECK_MESSAGE(c.ok(), to_string(c));
+                }
+            }
+        }
+    }
+}
+
+// What an op writes in a run, and by how much that may differ between two ways to compute it.
+struct Output {
+    const char* name;
+    Tensor t;
+    double relative, absolute;
+};
+// Runs every op of `ops` once, on the same inputs whenever it is called: N rows of C elements, or
+// heads of D.
+//
+// Bounds: e is two roundings of fp32, one in each way. An output that is stored in 16 bits may fall
+// on either side of a rounding, which is its last bit: u of itself (and in fp16 at least 2^-24, see
+// below). An op that sums is off by e of its largest term for each addition of the longest chain
+// that a term goes through, at most 128 in either way: a thread has 21 of 5128 terms, then come 10
+// additions over its block; dw of 2200 rows is summed by at most 55, then by 32 shares.
+static vector<Output> outputs_of_ops(const LayerOps& ops, int N, int C, int D, DType type,
+                                     DType residual) {
+    const double e = 0x1p-23, sums = 128 * e;
+    auto unit = [&](DType t) {
+        if (t == BF16) { return 0x1p-7; }
+        return t == F16 ? 0x1p-10 : e;
+    };
+    const double u = unit(type), ux = unit(residual);
+    vector<Output> all;
+
+    Tensor x_in = normals({N, C}, residual, 1), w = normals({C}, residual, 2, 1);
+    Tensor delta = normals({N, C}, type, 3), dy = normals({N, C}, type, 4);
+    Tensor x = empty({N, C}, residual), y = empty({N, C}, type), r = empty({N}, F32);
+    ops.add_rmsnorm(y, x, r, x_in, delta, w, 1e-5f);
+    all.push_back({"x", x, 0, 0});
+    all.push_back({"r", r, sums, 0});
+    all.push_back({"y", y, u + sums, 0});
+    Tensor y_alone = empty({N, C}, type), r_alone = empty({N}, F32);
+    ops.add_rmsnorm(y_alone, x_in, r_alone, x_in, {}, w, 1e-5f);
+    all.push_back({"y without delta", y_alone, u + sums, 0});
+
+    // the same r in both ways: of the inputs' own size
+    Tensor fixed_r = normals({N}, F32, 5, 1, 0.1f);
+    const double r_most = largest(fixed_r), w_most = largest(w), x_most = largest(x),
+                 dy_most = largest(dy);
+    const double dx_term = r_most * w_most * dy_most * (1 + pow(x_most * r_most, 2));
+    const double dw_term = N * dy_most * x_most * r_most;
+    for (bool add : {false, true}) {
+        Tensor dx = normals({N, C}, residual, 6), dw = normals({C}, residual, 7);
+        Tensor low = empty({N, C}, type);
+        ops.rmsnorm_backward(dx, add, add ? low : Tensor(), dw, add, dy, x, fixed_r, w);
+        all.push_back({"dx", dx, ux, sums * dx_term});
+        if (add) { all.push_back({"dx_low", low, u + ux, sums * dx_term}); }
+        all.push_back({"dw", dw, ux, sums * dw_term});
+    }
+
+    // 2 sequences of N positions, 3 heads of D
+    Tensor rope = rope_table(N, D, 100, F32);
+    Tensor qkv = normals({2, N, 9 * D}, type, 8);
+    const double pair = 8 * e * largest(qkv);
+    Tensor q = empty({2, 3, N, D}, type), k = empty(q.shape, type), v = empty(q.shape, type);
+    ops.rotate(qkv, q, k, v, rope, false);
+    all.push_back({"q", q, u, pair});
+    all.push_back({"k", k, u, pair});
+    all.push_back({"v", v, 0, 0});
+    Tensor dqkv = empty(qkv.shape, type);
+    Tensor dq = normals(q.shape, type, 9), dk = normals(q.shape, type, 10);
+    ops.rotate(dqkv, dq, dk, normals(q.shape, type, 11), rope, true);
+    all.push_back({"dqkv", dqkv, u, 8 * e * std::max(largest(dq), largest(dk))});
+    for (bool backward : {false, true}) {
+        Tensor in_place = normals(qkv.shape, type, 8);
+        ops.rotate(in_place, {}, {}, {}, rope, backward);
+        all.push_back({"qkv in place", in_place, u, pair});
+    }
+
+    // exp's two roundings, a division, and at most six products and sums
+    Tensor h = normals({N, 2 * C}, type, 12), dg = normals({N, C}, type, 13);
+    Tensor g = empty({N, C}, type), dh = empty({N, 2 * C}, type);
+    const double h_most = largest(h);
+    ops.swiglu(g, h);
+    all.push_back({"g", g, u + 16 * e, 0});
+    ops.swiglu_backward(dh, dg, h);
+    all.push_back({"dh", dh, u, 16 * e * largest(dg) * h_most * (1 + h_most)});
+
+    // Exponents are differences of logits, of which a third is -inf: each is off by its own
+    // rounding.
+    vector<float> values = to_floats(normals({N, C}, F32, 14));
+    vector<int> targets(N);
+    for (size_t i = 0; i < values.size(); i++) {
+        if (i % C % 3 == 1) { values[i] = -INFINITY; }
+    }
+    for (int n = 0; n < N; n++) { targets[n] = n % C / 3 * 3; }
+    Tensor l = from_floats(values, {N, C}, type), t = from_ints(targets, {N});
+    Tensor loss = empty({N}, F32), lse = empty({N}, F32), dl = empty({N, C}, type);
+    Tensor dloss = add_scalar(zeros({}, F32), 3);
+    const double exponents = sums + (4 * 10 + std::log(C)) * e;  // logits are within 5
+    ops.cross_entropy(loss, lse, l, t);
+    all.push_back({"loss", loss, 0, exponents});
+    all.push_back({"lse", lse, 0, exponents});
+    Tensor fixed_lse = normals({N}, F32, 15, 8, 0.1f);
+    ops.cross_entropy_backward(dl, l, fixed_lse, t, dloss, N + 1);
+    all.push_back({"dl", dl, u, 16 * e * 3 / (N + 1)});
+    ops.cross_entropy_backward(l, l, fixed_lse, t, dloss, N + 1);
+    all.push_back({"dl in place of l", l, u, 16 * e * 3 / (N + 1)});
+    return all;
+}
+// By plain kernels, by fast/'s, and by plain ones once more: then the bits are the same.
+TEST_CASE("layers: the fused ops by plain kernels and by those of fast/") {
+    if (!begin_on(CUDA)) { return; }
+    const LayerOps& ops = fast_ways.layers ? *fast_ways.layers : plain_ops;
+    // Rows of whole packs, or not; of one element, where a row has but one.
+    for (auto [N, C, D] : vector<std::array<int, 3>>{
+             {1, 1, 2}, {3, 8, 8}, {5, 643, 6}, {9, 2562, 22}, {9, 5128, 64}, {2200, 16, 32}}) {
+        for (auto [type, residual] :
+             {std::pair<DType, DType>{F32, F32}, {BF16, F32}, {F16, F32}, {BF16, BF16}}) {
+            const string what = strprintf("N %d, C %d, D %d, %s, residual stream %s", N, C, D,
+                                          name_of(type), name_of(residual));
+            CAPTURE(what);
+            const auto plain = outputs_of_ops(plain_ops, N, C, D, type, residual);
+            const auto again = outputs_of_ops(plain_ops, N, C, D, type, residual);
+            const auto fast = outputs_of_ops(ops, N, C, D, type, residual);
+            REQUIRE(plain.size() == fast.size());
+            for (size_t i = 0; i < plain.size(); i++) {
+                const Output& one = plain[i];
+                CAPTURE(one.name);
+                CHECK(to_floats(again[i].t) == to_floats(one.t));
+                // fp16 has steps of 2^-24 near 0
+                const double absolute = one.absolute + (one.t.dtype == F16 ? 0x1p-24 : 0);
+                Comparison c = compare(fast[i].t, one.t, one.relative, absolute);
                 CHECK_MESSAGE(c.ok(), to_string(c));
             }
         }
