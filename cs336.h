@@ -214,7 +214,6 @@ struct Model {
     // Arenas, all laid out alike: gradients after make_gradients, m and v after
     // make_optimizer_state, else null.
     Tensor weights, gradients, m, v;
-    bool split = false;  // the matrices in `weights` are split (see FastWays)
     Tensor embedding, ln_final, lm_head;
     vector<Layer> layers;
     // every tensor with a Gradient: each parameter's, and the joined qkv and w13
@@ -223,7 +222,7 @@ struct Model {
     int step = 0;  // optimizer steps taken
     // FSDP's hooks, else null: called before the ops of a unit, in forward and again in backward.
     function<void(int unit)> pre_forward, pre_backward;
-    shared_ptr<void> kept;  // by FastWays' step, for the next one: its graphs
+    shared_ptr<void> fast;  // what fast/ keeps with the model
 };
 int64_t aligned(int64_t elements);  // up to the next multiple of 64: 256 bytes of fp32
 // weights allocated on context.device, not set
@@ -237,13 +236,8 @@ void place_weights(Model& model, const Place& place);
 // normal; Linear std sqrt(2/(in+out)), embedding 1
 void init_weights(const Model& model, uint64_t seed);
 void init_weight(const Tensor& weight, const string& name, uint64_t seed);
-// Or joins them, where the context's mode and precision need that. Only forward, backward and AdamW
-// read split ones.
-void split_weights(Model& model, bool split = true);
-// the dtypes in which AdamW and products take weights
-bool can_split(DType kept, DType products);
-Tensor upper_halves(const Tensor& part);                  // of a split part, in bf16
-Model random_model(const ModelConfig& c, uint64_t seed);  // for timed runs: perhaps split
+// for timed runs: fast/ may keep its weights in a form of its own
+Model random_model(const ModelConfig& c, uint64_t seed);
 // An arena for the gradients. Without it each lives from its first use to zero_gradients, as
 // backward gave it.
 void make_gradients(Model& model);
@@ -298,10 +292,12 @@ struct FlatGradient {
 double square_sum(const vector<FlatGradient>& gradients);  // waits for the device
 // over all gradients; inf or NaN if one of them is; waits for the device
 double gradient_norm(const Model& model);
-// For flat p, m and v; t: the step, from 1; split: so are these parts of p.
+// For flat p, m and v; t: the step, from 1.
 void adamw_update(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
-                  const Tensor& v, const AdamW& a, int t, float gradient_scale = 1,
-                  bool split = false);
+                  const Tensor& v, const AdamW& a, int t, float gradient_scale = 1);
+using AdamWUpdate = void(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
+                         const Tensor& v, AdamWScalars s);
+AdamWUpdate adamw_plain;  // the plain way of the same
 
 struct Batch {
     Tensor tokens, targets;  // I32 [B,T]
@@ -342,16 +338,19 @@ struct LayerOps {
     void (*cross_entropy_backward)(const Tensor& dl, const Tensor& l, const Tensor& lse,
                                    const Tensor& targets, const Tensor& dloss, int64_t N);
 };
-// What fast/ does in place of the plain ways of layers.cu and model.cu; null without it.
-using AdamWUpdate = void(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
-                         const Tensor& v, AdamWScalars s);
+// What fast/ does in place of the plain ways, or besides; null without it.
 struct FastWays {
     const LayerOps* layers;  // on the GPU
-    AdamWUpdate* adamw;      // on the GPU
-    // Split weights: fp32 to AdamW, and bf16 to matrix products without a cast, in the bytes of
-    // fp32. A part is a matrix, or FSDP's part of a unit; each gradient is that of a part.
-    void (*split)(const Tensor& part, bool split);  // false: joins its halves
-    AdamWUpdate* adamw_of_split;
+    AdamWUpdate* adamw;
+    // It may keep a model's weights, in their place, in a form that only forward, backward and
+    // AdamW can read. Whoever else reads or writes them restores them first.
+    void (*keep_weights)(Model& model);
+    void (*ready_weights)(Model& model);  // for a forward in this context
+    void (*restore_weights)(Model& model);
+    // The same for FSDP's part of a unit: perhaps it then is in the dtype in which products take
+    // it, but for AdamW.
+    void (*keep_part)(Tensor& part, DType products);
+    bool (*restore_part)(Tensor& part);  // false: it was plain
     // CUDA graphs.
     bool (*graphs_take)(const Model& model);  // in this context
     Tensor (*forward_backward)(Model& model, const Batch& batch, float loss_scale,

@@ -452,7 +452,7 @@ static void attach(Trainer& trainer, const Optimizer& optimizer) {
 }
 
 Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding, const AdamW& adamw) {
-    split_weights(model, false);
+    if (fast_ways.restore_weights) { fast_ways.restore_weights(model); }
     Trainer t = data_parallel_trainer(c, std::move(model), sharding == ZERO1 ? NO_SYNC : FLAT, 0);
     attach(t, {c, sharding});
     add_parameter_group(*t.sharded, {t.model.weights, t.model.gradients, adamw});

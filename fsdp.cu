@@ -22,6 +22,7 @@ struct FsdpUnit {
     int64_t begin = 0, end = 0;
     int64_t part = 0;           // elements that each rank keeps; the last rank's end in padding
     int64_t offset = 0;         // of the own part, in Fsdp::shard
+    Tensor own;                 // that part, as a gather takes it (see FastWays' keep_part)
     Tensor weights, gradients;  // whole, [world * part], while the unit has its buffer
     Tensor gradient;            // the own part, averaged over the ranks; null until there is one
     // Its tensors that have a gradient, by their first elements.
@@ -41,8 +42,6 @@ struct Fsdp {
     ParameterGroup shard;
     std::map<string, int64_t> replicated_at;  // by name: its first element there
     int64_t replicated = 0;                   // where those begin
-    // the own parts of all units but the first are (see FastWays)
-    bool split = false;
     // of this backward; of all since the last step, or null
     Tensor replicated_gradients, replicated_sum;
     int in_buffer[2] = {-1, -1};  // the unit whose weights each buffer has
@@ -99,6 +98,9 @@ static std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const vector<Par
     }
     const DType kept = weight_dtype();
     allocate_shared(c, [&] { fsdp.shard.weights = zeros({end}, kept, PARAMETERS); });
+    for (FsdpUnit& unit : fsdp.units) {
+        unit.own = view(fsdp.shard.weights, unit.offset, {unit.part});
+    }
     fsdp.replicated_gradients = zeros({end - fsdp.replicated}, kept, GRADIENTS);
 
     // The buffers: each as large as the largest of its units.
@@ -151,11 +153,9 @@ static Tensor place(Fsdp& fsdp, const Parameter& parameter, const Shape& shape) 
 // Starts the gather of unit i into its buffer, in the dtype in which it is computed with.
 static void start_gather(Fsdp& fsdp, int i) {
     const FsdpUnit& unit = fsdp.units[i];
-    Tensor own = view(fsdp.shard.weights, unit.offset, {unit.part});
-    if (fsdp.split && i > 0) { own = upper_halves(own); }
-    const bool casts = unit.weights.dtype != own.dtype;
-    if (casts) { copy_or_add(own_part(fsdp, unit, unit.weights), own, false); }
-    fsdp.gathers[i % 2] = all_gather(fsdp.c, unit.weights, casts ? Tensor() : own);
+    const bool casts = unit.weights.dtype != unit.own.dtype;
+    if (casts) { copy_or_add(own_part(fsdp, unit, unit.weights), unit.own, false); }
+    fsdp.gathers[i % 2] = all_gather(fsdp.c, unit.weights, casts ? Tensor() : unit.own);
     fsdp.in_buffer[i % 2] = i;
 }
 static void wait_for(Fsdp& f, int unit, const WorkPtr& work) {
@@ -200,18 +200,12 @@ static void zero_the_rest(FsdpUnit& unit) {
 }
 
 // Steps the weights that these gradients are of; each is a unit's, or that of all replicated
-// weights. Split weights have an AdamW of their own.
-static void step_shard(Fsdp& fsdp, vector<FlatGradient> gradients, float gradient_scale) {
+// weights.
+static void step_shard(Fsdp& fsdp, const vector<FlatGradient>& gradients, float gradient_scale) {
     NoGrad no_grad;
     ParameterGroup& group = fsdp.shard;
-    auto is_split = [&](const FlatGradient& gradient) {  // of units 1 and up
-        return fsdp.split && gradient.offset > 0 && gradient.offset < fsdp.replicated;
-    };
-    const auto plain = std::partition(gradients.begin(), gradients.end(), is_split);
-    adamw_update(group.weights, {plain, gradients.end()}, group.m, group.v, group.adamw, group.step,
+    adamw_update(group.weights, gradients, group.m, group.v, group.adamw, group.step,
                  gradient_scale);
-    adamw_update(group.weights, {gradients.begin(), plain}, group.m, group.v, group.adamw,
-                 group.step, gradient_scale, fsdp.split);
 }
 
 static void step_reduced(Fsdp& fsdp, const FsdpUnit& unit) {
@@ -357,19 +351,17 @@ static void visit_whole(Fsdp& fsdp, bool write,
             view(fsdp.shard.weights, fsdp.replicated_at.at(parameter.name), parameter.shape));
     }
     for (int i = 0; i < (int)fsdp.units.size(); i++) {
-        const FsdpUnit& unit = fsdp.units[i];
-        const Tensor own = view(fsdp.shard.weights, unit.offset, {unit.part});
-        const Tensor whole = empty({fsdp.c.world * unit.part}, own.dtype, WORKSPACE);
-        const bool is_split = fsdp.split && i > 0;
-        if (is_split) { fast_ways.split(own, false); }
-        wait(fsdp.c, all_gather(fsdp.c, whole, own));
+        FsdpUnit& unit = fsdp.units[i];
+        const bool restored = fast_ways.restore_part && fast_ways.restore_part(unit.own);
+        const Tensor whole = empty({fsdp.c.world * unit.part}, unit.own.dtype, WORKSPACE);
+        wait(fsdp.c, all_gather(fsdp.c, whole, unit.own));
         for (const Parameter& parameter : fsdp.parameters) {
             if (parameter.unit == i) {
                 see(parameter, view(whole, parameter.offset - unit.begin, parameter.shape));
             }
         }
-        if (write) { copy(own, own_part(fsdp, unit, whole)); }
-        if (is_split) { fast_ways.split(own, true); }
+        if (write) { copy(unit.own, own_part(fsdp, unit, whole)); }
+        if (restored) { fast_ways.keep_part(unit.own, unit.weights.dtype); }
     }
     if (write) { forget_gathered(fsdp); }
 }
@@ -377,12 +369,10 @@ static void init_shards(Fsdp& f, uint64_t seed) {
     visit_whole(f, true,
                 [&](const Parameter& p, const Tensor& whole) { init_weight(whole, p.name, seed); });
 }
-// Splits this rank's parts (see FastWays) if a gather then needs no cast before it.
-static void split_shards(Fsdp& f) {
-    f.split = can_split(f.shard.weights.dtype, f.units[1].weights.dtype);
-    for (size_t i = 1; f.split && i < f.units.size(); i++) {
-        fast_ways.split(view(f.shard.weights, f.units[i].offset, {f.units[i].part}), true);
-    }
+// Lets fast/ keep this rank's parts in a form that a gather sends without a cast.
+static void keep_parts(Fsdp& f) {
+    if (!fast_ways.keep_part) { return; }
+    for (FsdpUnit& unit : f.units) { fast_ways.keep_part(unit.own, unit.weights.dtype); }
 }
 
 // Returns the part of the last step in which `time` lies: the last one that had begun by then.
@@ -402,7 +392,7 @@ static Trainer fsdp_trainer(const Communicator& c, const ModelConfig& config, ui
     trainer.model = sharded_model(config, fsdp);
     init_shards(fsdp, seed);
     fsdp.shard.adamw = adamw;
-    split_shards(fsdp);
+    keep_parts(fsdp);
 
     trainer.sums_gradients = true;
     trainer.before_step = [&fsdp, steps_in_backward] { begin_fsdp_step(fsdp, steps_in_backward); };

@@ -839,8 +839,8 @@ static void adamw_range(P* p,        // [n]
     for (int64_t i = 0; i < n; i++) { adamw_element(p + i, g[i], m + i, v + i, s); }
 }
 // Updates the weights of each gradient: of flat p, m and v the elements from its offset on.
-static void adamw_plain(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
-                        const Tensor& v, AdamWScalars s) {
+void adamw_plain(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
+                 const Tensor& v, AdamWScalars s) {
     for (const FlatGradient& one : gradients) {
         with_gpu_type(one.g.dtype, [&](auto g_zero) {
             with_gpu_type(p.dtype, [&](auto zero) {
@@ -855,17 +855,12 @@ AdamWScalars scalars_of(const AdamW& a, int t, float gradient_scale) {
     double step_size = a.lr * sqrt(1 - pow(a.beta2, t)) / (1 - pow(a.beta1, t));
     return {1 - a.lr * a.weight_decay, a.beta1, a.beta2, a.eps, (float)step_size, gradient_scale};
 }
-// Takes AdamW's step t on flat p, m and v by the fastest way that is there for p.
+// Takes AdamW's step t on flat p, m and v by the fastest way that is there.
 void adamw_update(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
-                  const Tensor& v, const AdamW& a, int t, float gradient_scale, bool split) {
+                  const Tensor& v, const AdamW& a, int t, float gradient_scale) {
     Range range("optimizer");
     if (p.device() == META) { return; }
 
-    AdamWUpdate* update = adamw_plain;
-    if (split) {
-        update = fast_ways.adamw_of_split;
-    } else if (p.device() == CUDA && fast_ways.adamw) {
-        update = fast_ways.adamw;
-    }
+    AdamWUpdate* update = fast_ways.adamw ? fast_ways.adamw : adamw_plain;
     update(p, gradients, m, v, scalars_of(a, t, gradient_scale));
 }

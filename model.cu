@@ -177,7 +177,7 @@ void init_weights(const Model& model, uint64_t seed) {
 Model random_model(const ModelConfig& c, uint64_t seed) {
     Model model = make_model(c);
     init_weights(model, seed);
-    split_weights(model);
+    if (fast_ways.keep_weights) { fast_ways.keep_weights(model); }
     return model;
 }
 
@@ -203,40 +203,15 @@ void zero_gradients(const Model& model) {
     }
 }
 
-// Split weights (see FastWays): the matrices, as the products take them.
-static vector<Tensor> matrices_of(const Model& model) {
-    vector<Tensor> all = {model.lm_head};
-    for (const Layer& l : model.layers) { all.insert(all.end(), {l.qkv, l.o, l.w13, l.w2}); }
-    return all;
-}
-bool can_split(DType kept, DType products) {
-    return fast_ways.split && kept == F32 && products == BF16;
-}
-void split_weights(Model& model, bool split) {
-    split = split && context.mode != EAGER && can_split(model.weights.dtype, matmul_dtype());
-    if (model.split == split) { return; }
-    for (const Tensor& t : matrices_of(model)) { fast_ways.split(detached(t), split); }
-    drop_weight_copies(model.slots);
-    model.split = split;
-}
-Tensor upper_halves(const Tensor& part) {
-    Tensor upper = detached(part);
-    upper.dtype = BF16;
-    return upper;
-}
-
 // Makes what a forward over T positions needs besides the weights: RoPE's table, unless it is long
-// enough already, and the weights in the form that the context asks for.
+// enough already.
 void make_ready(Model& model, int64_t T) {
     const ModelConfig& c = model.config;
     if (!model.rope || model.rope.dim(0) < T) {
         model.rope = rope_table(T, c.d_model / c.num_heads, c.rope_theta,
                                 model.weights.dtype == F64 ? F64 : F32);
     }
-    split_weights(model, model.split);  // joins them where the context has changed
-    for (const Tensor& t : model.split ? matrices_of(model) : vector<Tensor>()) {
-        t.gradient->low_precision = upper_halves(t);
-    }
+    if (fast_ways.ready_weights) { fast_ways.ready_weights(model); }
 }
 
 // FSDP's hooks stand around the ops of a unit; y_in is what the last of them gave. The model has to
@@ -389,22 +364,12 @@ static void adamw_eager(const Model& model, AdamWScalars s) {
 // Takes AdamW's next step with gradient_scale times the gradients.
 static void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1) {
     NoGrad no_grad;
-    vector<FlatGradient> gradients = flat_gradients(model);
     const int t = ++model.step;
     if (context.mode == EAGER) {
         adamw_eager(model, scalars_of(a, t, gradient_scale));
-        return;
+    } else {
+        adamw_update(model.weights, flat_gradients(model), model.m, model.v, a, t, gradient_scale);
     }
-    // Where the weights are split, all matrices are, but for the embedding, which is the last.
-    auto whole = std::partition(gradients.begin(), gradients.end(), [&](const FlatGradient& one) {
-        return model.split && one.g.shape.size() == 2 &&
-               one.offset != model.parameters.back().offset;
-    });
-    auto update = [&](auto begin, auto end, bool split) {
-        adamw_update(model.weights, {begin, end}, model.m, model.v, a, t, gradient_scale, split);
-    };
-    update(whole, gradients.end(), false);
-    if (model.split) { update(gradients.begin(), whole, true); }
 }
 
 // -------------------------------------------------------------------------------------------------

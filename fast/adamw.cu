@@ -1,11 +1,12 @@
 // fast/adamw.cu: weights that bf16 products need not cast, and AdamW for many tensors in one
-// launch. First come split weights and their conversion, then the kernel, its launch, and the CPU's
-// loop.
+// launch. First come split weights: their conversion, and how the top keeps and restores them. Then
+// come the kernel, its launch, and the CPU's loop.
 //
 // Split weights. bf16 is the upper half of fp32, so the weights that AdamW updates in fp32 and
 // those that bf16 products take need 4 bytes together, not 6, and no cast: a part's place in the
 // arena then holds first the upper halves of all its elements, which are the part in bf16, then
-// their lower halves.
+// their lower halves. A part is a matrix, as products take it, or FSDP's part of a unit. Each
+// gradient is that of a part, or of weights that are whole.
 #include "cs336.h"
 #include "lib/gpu.h"
 
@@ -45,7 +46,7 @@ __global__ void convert_halves_kernel(float* whole, uint16_t* halves, int64_t n,
 }
 #endif
 // Splits the weights of a part in place, or joins them, by way of a whole copy.
-static void convert_weights(const Tensor& part, bool split) {
+static void convert_part(const Tensor& part, bool split) {
     NoGrad no_grad;
     int64_t n = part.size();
     Tensor whole = empty(part.shape, F32, WORKSPACE);
@@ -64,6 +65,63 @@ static void convert_weights(const Tensor& part, bool split) {
     }
 
     if (!split) { copy_or_add(part, whole, false); }
+}
+
+// -------------------------------------------------------------------------------------------------
+// What the top calls (see FastWays). The weights do not show that they are split, so this file
+// remembers it.
+
+// The split parts by address, with their buffers. Where a buffer is gone, another may have its
+// addresses: then the weak_ptr is empty, and the part does not count.
+static std::map<char*, std::weak_ptr<Memory>> split_parts;
+
+// Says whether a split part begins at element `first` of t.
+static bool is_split(const Tensor& t, int64_t first = 0) {
+    const auto found = split_parts.find(t.data + first * size_of(t.dtype));
+    return found != split_parts.end() && found->second.lock() == t.memory;
+}
+// Splits a part, if it is whole fp32 and products take bf16, and leaves the view of its upper
+// halves.
+static void keep_part(Tensor& part, DType products) {
+    if (part.dtype != F32 || products != BF16 || is_split(part)) { return; }
+    convert_part(part, true);
+    split_parts[part.data] = part.memory;
+    part.dtype = BF16;
+}
+static bool restore_part(Tensor& part) {
+    if (!is_split(part)) { return false; }
+    part.dtype = F32;
+    convert_part(part, false);
+    split_parts.erase(part.data);
+    return true;
+}
+
+// Returns the matrices as products take them outside mode eager: without the embedding, which is
+// only looked up.
+static vector<Tensor> matrices_of(const Model& model) {
+    vector<Tensor> all = {model.lm_head};
+    for (const Layer& l : model.layers) { all.insert(all.end(), {l.qkv, l.o, l.w13, l.w2}); }
+    return all;
+}
+static void keep_weights(Model& model) {
+    if (context.mode == EAGER) { return; }
+    for (Tensor& t : matrices_of(model)) { keep_part(t, matmul_dtype()); }
+}
+static void restore_weights(Model& model) {
+    if (!is_split(model.lm_head)) { return; }
+    for (Tensor& t : matrices_of(model)) { restore_part(t); }
+    drop_weight_copies(model.slots);
+}
+// Gives products the upper halves of split weights, or restores these where the context has changed
+// since they were split.
+static void ready_weights(Model& model) {
+    if (context.mode == EAGER || matmul_dtype() != BF16) { restore_weights(model); }
+    if (!is_split(model.lm_head)) { return; }
+    for (const Tensor& t : matrices_of(model)) {
+        Tensor& upper = t.gradient->low_precision;
+        upper = detached(t);
+        upper.dtype = BF16;
+    }
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -162,14 +220,16 @@ static void launch(const vector<FlatGradient>& gradients, const Tensor& p, const
         LAUNCH(kernel, blocks, THREADS, some, p.as<P>(), m.as<P>(), v.as<P>(), s);
     }
 }
-// Updates all weights on the GPU, those of each gradient type by themselves.
+// Updates the weights that are split, or those that are not, on the GPU: those of each gradient
+// type by themselves.
 template <bool split>
 static void update_cuda(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
                         const Tensor& v, AdamWScalars s) {
     for (DType dtype : {F32, BF16, F16}) {
         vector<FlatGradient> some;
         for (const FlatGradient& one : gradients) {
-            if (one.g.dtype == dtype && one.g.size() > 0) { some.push_back(one); }
+            if (one.g.dtype != dtype || is_split(p, one.offset) != split) { continue; }
+            if (one.g.size() > 0) { some.push_back(one); }
         }
 
         with_gpu_type(dtype, [&](auto zero) {
@@ -183,14 +243,9 @@ static void update_cuda(const Tensor& p, const vector<FlatGradient>& gradients, 
     }
 }
 #endif
-// Updates split weights on the GPU or the CPU; on META it does nothing.
-static void update_split(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
-                         const Tensor& v, AdamWScalars s) {
-#ifdef __CUDACC__
-    if (p.device() == CUDA) { return update_cuda<true>(p, gradients, m, v, s); }
-#endif
-    if (p.device() == META) { return; }
-
+// Updates split weights on the CPU.
+static void update_split_cpu(const Tensor& p, const vector<FlatGradient>& gradients,
+                             const Tensor& m, const Tensor& v, AdamWScalars s) {
     for (const FlatGradient& one : gradients) {
         with_type(one.g.dtype, [&](auto zero) {
             const auto* g = one.g.as(zero);
@@ -208,12 +263,28 @@ static void update_split(const Tensor& p, const vector<FlatGradient>& gradients,
         });
     }
 }
+// Updates all weights; those that are whole on the CPU by the plain loop.
+static void update(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
+                   const Tensor& v, AdamWScalars s) {
+#ifdef __CUDACC__
+    if (p.device() == CUDA) {
+        update_cuda<false>(p, gradients, m, v, s);
+        update_cuda<true>(p, gradients, m, v, s);
+        return;
+    }
+#endif
+    for (const FlatGradient& one : gradients) {
+        auto* update_one = is_split(p, one.offset) ? update_split_cpu : adamw_plain;
+        update_one(p, {one}, m, v, s);
+    }
+}
 // Enters these ways where the program starts; nobody reads `entered`.
 [[maybe_unused]] static const bool entered = [] {
-#ifdef __CUDACC__
-    fast_ways.adamw = update_cuda<false>;
-#endif
-    fast_ways.split = convert_weights;
-    fast_ways.adamw_of_split = update_split;
+    fast_ways.adamw = update;
+    fast_ways.keep_weights = keep_weights;
+    fast_ways.ready_weights = ready_weights;
+    fast_ways.restore_weights = restore_weights;
+    fast_ways.keep_part = keep_part;
+    fast_ways.restore_part = restore_part;
     return true;
 }();

@@ -94,9 +94,10 @@ struct StepGraphs {
 // Returns as text all that a captured step has built in. A step of another kind needs new graphs.
 static string kind_of_step(const Model& model, const char* what, const Tensor& tokens,
                            float loss_scale) {
-    return strprintf("%s %s %d %d %s %d %g %d %p", what, to_string(tokens.shape).c_str(),
+    return strprintf("%s %s %d %d %s %d %g %p %p", what, to_string(tokens.shape).c_str(),
                      context.precision, context.recompute, name_of(context.checkpoint).c_str(),
-                     context.head_chunk, loss_scale, model.split, (void*)model.rope.data);
+                     context.head_chunk, loss_scale,
+                     (void*)model.lm_head.gradient->low_precision.data, (void*)model.rope.data);
 }
 // Returns the kernels of `work` as a graph; they are not run. Its buffers are those of `places`.
 static cudaGraphExec_t capture(const shared_ptr<StepPlaces>& places, const function<void()>& work) {
@@ -130,18 +131,18 @@ static void copy_in_stream(const Tensor& to, const Tensor& from) {
 // the step, as the rehearsal or because there is no room for the graphs' block.
 static StepGraphs* graphs_or(Model& model, const string& kind, const Shape& tokens,
                              const function<void()>& by_launches) {
-    if (!model.kept || ((StepGraphs*)model.kept.get())->kind != kind) {
+    if (!model.fast || ((StepGraphs*)model.fast.get())->kind != kind) {
         start_cublas();  // whose workspace is no part of the step
         auto rehearsal = std::make_shared<StepGraphs>();
-        model.kept = nullptr;  // its block goes before the new step needs the room
+        model.fast = nullptr;  // its block goes before the new step needs the room
         allocate_in(rehearsal->places, by_launches);
         rehearsal->bytes = rehearsal->places->plan();
         rehearsal->kind = kind;
-        model.kept = rehearsal;
+        model.fast = rehearsal;
         return nullptr;
     }
 
-    StepGraphs& g = *(StepGraphs*)model.kept.get();
+    StepGraphs& g = *(StepGraphs*)model.fast.get();
     if (!g.forward && !g.too_large) {
         give_back_cached_memory();  // the rehearsal's buffers
         g.too_large = g.bytes > available_memory(CUDA);
@@ -183,7 +184,7 @@ static Tensor forward_backward_by_graphs(Model& model, const Batch& batch, float
             });
             g->backward = capture(g->places, [&] { backward_from_loss(model, loss, loss_scale); });
         } catch (...) {
-            model.kept = nullptr;  // half a step is none
+            model.fast = nullptr;  // half a step is none
             throw;
         }
         for (const Tensor& t : model.slots) {

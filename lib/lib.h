@@ -497,7 +497,7 @@ struct Gradient {
     function<void()> ready;
     // Computes the tensor again as products take it, so that linear() need not keep it.
     function<Tensor()> recompute;
-    // A parameter's: its copy for 16-bit products (lib/matmul.cu), or the upper half of its bits.
+    // A parameter's: what 16-bit products take for it (lib/matmul.cu).
     Tensor low_precision;
 };
 using GradientPtr = shared_ptr<Gradient>;

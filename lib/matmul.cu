@@ -312,8 +312,8 @@ static Tensor eager_weight_copy(const Tensor& weight, DType dtype, Source at) {
 }
 
 // Returns a 16-bit copy whose gradient is the parameter's own, so that the product of backward
-// adds to that, and no step casts. Forward keeps the copy for backward, if there will be one. Where
-// AdamW has split a weight's bits into two halves, low_precision is the upper one.
+// adds to that, and no step casts. Forward keeps the copy for backward, if there will be one. A
+// copy that is there already serves, whoever has put it there.
 static Tensor fused_weight_copy(const Tensor& weight, DType dtype, Source at) {
     Tensor low = weight.gradient->low_precision;
     if (!low || low.dtype != dtype) {

@@ -4,6 +4,14 @@
 
 #include "test.h"
 
+static bool is_split(const Model& model) {
+    Tensor part = detached(model.lm_head);
+    const bool split = fast_ways.restore_part(part);
+    if (split) { fast_ways.keep_part(part, BF16); }
+    CHECK(part.dtype == (split ? BF16 : model.weights.dtype));
+    return split;
+}
+
 // A step as graphs and launch by launch, also where something changes in between: the same bits, or
 // where blocks add up dQ in no fixed order the same but for rounding.
 struct GraphCase {
@@ -18,7 +26,7 @@ static vector<double> losses_and_weights(const GraphCase& c, bool graphs) {
     context.head_chunk = c.precision == PREC_PURE_BF16 ? 25 : 0;
     Model model = make_model(config);
     init_weights(model, 7);
-    split_weights(model);
+    fast_ways.keep_weights(model);
     make_optimizer_state(model);
     LossScaler scaler;
     vector<double> numbers;
@@ -34,13 +42,13 @@ static vector<double> losses_and_weights(const GraphCase& c, bool graphs) {
             run_phase(FORWARD, model, random_batch(3, 65, config.vocab_size, 1), scaler);
         }
         if (step == 5) {  // somebody else writes the weights
-            split_weights(model, false);
+            fast_ways.restore_weights(model);
             scale_in_place(model.weights, 0.5);
-            split_weights(model);
+            fast_ways.keep_weights(model);
         }
     }
-    CHECK((bool)model.kept == graphs);
-    split_weights(model, false);
+    CHECK((bool)model.fast == graphs);
+    fast_ways.restore_weights(model);
     for (double w : to_doubles(model.weights)) { numbers.push_back(w); }
     return numbers;
 }
@@ -75,7 +83,7 @@ TEST_CASE("model: a step in mode flash is launched as graphs, in each precision"
             const ModelConfig& small = model_sizes[0];
             Model model = make_model(small);
             init_weights(model, 7);
-            split_weights(model);
+            fast_ways.keep_weights(model);
             LossScaler scaler;
             Batch batch = random_batch(4, 256, small.vocab_size, 7);
             for (auto [phase, launches] :
@@ -95,13 +103,13 @@ TEST_CASE("model: inference by a CUDA graph") {
         context.mode = FLASH, context.precision = precision;
         Model model = make_model({"graphs", 64, 96, 2, 4, 101});
         init_weights(model, 7);
-        split_weights(model);
+        fast_ways.keep_weights(model);
         // of each shape the first is the rehearsal, the second is captured
         for (int call = 0; call < 7; call++) {
             Tensor tokens = random_batch(2, call < 4 ? 33 : 64, 101, call).tokens;
             if (call == 3) { scale_in_place(model.ln_final, 0.5); }
             vector<float> by_graph = to_floats(infer(model, tokens));
-            CHECK((bool)model.kept);
+            CHECK((bool)model.fast);
             context.each_launch = true;
             CHECK(to_floats(infer(model, tokens)) == by_graph);
             context.each_launch = false;
@@ -123,7 +131,7 @@ TEST_CASE("model: a step packs well") {
             context.recompute = recompute;
             Planning planning;
             Model model = make_model(config);
-            split_weights(model);
+            fast_ways.keep_weights(model);
             LossScaler scaler;
             Batch batch = random_batch(4, 256, config.vocab_size, 0);
             run_phase(FORWARD, model, batch, scaler);  // rope is there
@@ -171,8 +179,8 @@ TEST_CASE_TEMPLATE("model: split weights are the fp32 weights, and their upper h
         copy(view(model.lm_head, 0, {8}), to_device(from_floats(special, {8}), D::device));
         vector<float> weights = to_floats(model.weights);
         size_t held = memory_use(D::device).now;
-        split_weights(model);
-        CHECK(model.split);
+        fast_ways.keep_weights(model);
+        CHECK(is_split(model));
         CHECK(memory_use(D::device).now == held);
         Tensor upper = detached(model.lm_head);
         upper.dtype = BF16;
@@ -192,18 +200,33 @@ TEST_CASE_TEMPLATE("model: split weights are the fp32 weights, and their upper h
         context.precision = FP32;
         LossScaler scaler;
         run_phase(FORWARD, model, random_batch(2, 9, config.vocab_size, 7), scaler);
-        CHECK(!model.split);
+        CHECK(!is_split(model));
         vector<float> again = to_floats(model.weights);
         CHECK(again[7] != again[7]);
         again[7] = weights[7] = 0;
         CHECK(memcmp(again.data(), weights.data(), 4 * weights.size()) == 0);
         for (Precision precision : {FP32, PREC_FP16}) {
             context.precision = precision;
-            split_weights(model);
-            CHECK(!model.split);
+            fast_ways.keep_weights(model);
+            CHECK(!is_split(model));
         }
         context.precision = PREC_BF16;
     }
+}
+TEST_CASE_TEMPLATE("model: weights are whole where split ones lay that are gone", D, OnCPU,
+                   OnCUDA) {
+    if (!begin<D>()) { return; }
+    context.mode = FUSED, context.precision = PREC_BF16;
+    std::set<char*> places;
+    for (int i = 0; i < 3; i++) {
+        Model model = make_model(tiny);
+        CHECK(!is_split(model));
+        init_weights(model, 7);
+        fast_ways.keep_weights(model);
+        CHECK(is_split(model));
+        places.insert(model.weights.data);
+    }
+    CHECK(places.size() == 1);  // else this tests nothing
 }
 TEST_CASE_TEMPLATE("model: split weights learn what whole ones do", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
@@ -217,7 +240,7 @@ TEST_CASE_TEMPLATE("model: split weights learn what whole ones do", D, OnCPU, On
                 start = to_doubles(model.weights);
                 make_optimizer_state(model);
                 if (arena) { make_gradients(model); }
-                if (split) { split_weights(model); }
+                if (split) { fast_ways.keep_weights(model); }
                 AdamW adamw;
                 adamw.lr = 0.03f;
                 LossScaler scaler;
@@ -228,8 +251,8 @@ TEST_CASE_TEMPLATE("model: split weights learn what whole ones do", D, OnCPU, On
                     CHECK(model.embedding.gradient->value.dtype == F32);
                     optimizer_step(model, adamw, scaler, 0.5);
                 }
-                CHECK(model.split == split);
-                split_weights(model, false);
+                CHECK(is_split(model) == split);
+                fast_ways.restore_weights(model);
                 weights[split] = to_doubles(model.weights);
             }
             CAPTURE(config.name);

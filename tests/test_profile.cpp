@@ -446,7 +446,7 @@ TEST_CASE_TEMPLATE("memory log: its peak is the allocator's, in every mode and p
             for (Category c : {PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, INPUTS}) {
                 CHECK(seen.count(c) == 1);
             }
-            bool copies = mode == EAGER || !fast_ways.split;  // else the weights are split
+            bool copies = mode == EAGER || !fast_ways.keep_weights;  // else fast/ needs none
             CHECK(seen.count(WEIGHT_COPIES) == (precision == PREC_BF16 && copies));
             for (const char* path : {"held", "forward/layer/ffn", "backward/lm_head"}) {
                 CHECK(paths.count(path) == 1);
