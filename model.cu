@@ -214,9 +214,46 @@ void make_ready(Model& model, int64_t T) {
     if (fast_ways.ready_weights) { fast_ways.ready_weights(model); }
 }
 
-// FSDP's hooks stand around the ops of a unit; y_in is what the last of them gave. The model has to
-// stay at its address. A weight belongs to one unit, and backward comes to every unit's y on every
-// rank: so their collectives meet.
+// -------------------------------------------------------------------------------------------------
+// A block
+
+// The residual stream x, [B,T,C]. How it is added up is told below the block.
+struct Residual {
+    Tensor sum;  // x, but for delta
+    float eps;
+    Tensor delta = {};  // what += has noted
+    void operator+=(const Tensor& part) { delta = part; }
+    Tensor norm(const Tensor& weight) { return add_rmsnorm(&sum, delta, weight, eps); }
+};
+// Wo attention(rope(Wq n), rope(Wk n), Wv n): [B,T,C] -> [B,T,C]
+static Tensor attention_part(const Model& model, const Layer& layer, const Tensor& n) {
+    Tensor heads = self_attention(layer, n, model.rope, model.config.num_heads);
+    Range output("projections");
+    return linear(heads, layer.o);
+}
+// W2 (silu(W1 n) * W3 n): [B,T,C] -> [B,T,C]
+static Tensor feed_forward(const Layer& layer, const Tensor& n) {
+    Range ffn("ffn");
+    return linear(swiglu(layer, n), layer.w2);
+}
+using FeedForward = decltype(feed_forward);
+// A block, [B,T,C]. feed_forward: the above, or one that gives the same and keeps less for backward
+// (section 3.2.1).
+static void run_block(const Model& model, const Layer& layer, FeedForward* feed_forward,
+                      Residual& x) {
+    x += attention_part(model, layer, x.norm(layer.ln1));
+    x += feed_forward(layer, x.norm(layer.ln2));
+}
+
+// How x is added up. Mode fused has one kernel for an addition and the norm behind it, add_rmsnorm,
+// which reads and writes x once; mode eager adds there, too, by an op of its own. So += only notes
+// what to add, as delta (null: there was nothing yet), and the next norm adds it to sum. What a
+// block's last half gives is added by the next block's ln1, or by ln_final behind the last block.
+
+// -------------------------------------------------------------------------------------------------
+// Units: the embedding, each block, the head. FSDP's hooks stand around the ops of a unit; y_in is
+// what the last of them gave. The model has to stay at its address. A weight belongs to one unit,
+// and backward comes to every unit's y on every rank: so their collectives meet.
 
 void begin_unit(const Model& model, int unit) {
     if (model.pre_forward) { model.pre_forward(unit); }
@@ -231,76 +268,34 @@ Tensor end_unit(const Model& model, int unit, const Tensor& y_in) {
     return y;
 }
 
-// -------------------------------------------------------------------------------------------------
-// A block
+// What is checkpointed: section 3.2.1, below.
+static int run_checkpointed_blocks(const Model& model, Tensor* x);
+static FeedForward* feed_forward_of(int l);
 
-// Says whether backward runs block l's feed-forward again, by itself, as context.checkpoint has it.
-static bool feed_forward_runs_again(int l) {
-    const Checkpointing& k = context.checkpoint;
-    if (k.form == Checkpointing::FFN) { return l < k.n; }
-    return k.form == Checkpointing::BLOCKS && l >= k.n;
+// Runs the embedding's unit; returns x, [B,T,C].
+static Tensor run_embedding(const Model& model, const Tensor& tokens) {
+    Range r("embedding");
+    begin_unit(model, 0);
+    return end_unit(model, 0, gather_rows(model.embedding, tokens));
 }
-// Wo attention(rope(Wq n), rope(Wk n), Wv n): [B,T,C] -> [B,T,C]
-static Tensor attention_part(const Model& model, const Layer& layer, const Tensor& n) {
-    Tensor heads = self_attention(layer, n, model.rope, model.config.num_heads);
-    Range output("projections");
-    return linear(heads, layer.o);
-}
-// W2 (silu(W1 n) * W3 n): [B,T,C] -> [B,T,C]
-static Tensor feed_forward(const Layer& layer, const Tensor& n, bool runs_again) {
-    Range ffn("ffn");
-    auto gated = [&layer](const Tensor& n) { return swiglu(layer, n); };  // backward may call it
-    return runs_again ? checkpoint_linear(gated, n, layer.w2) : linear(gated(n), layer.w2);
-}
-
-// Runs block l, the handout's
-//
-//   x = x + attention_part(rmsnorm(x; ln1))
-//   x = x + feed_forward(rmsnorm(x; ln2))
-//
-// with each addition put off until the norm behind it. For mode fused has one kernel for both,
-// add_rmsnorm, which reads and writes x once; mode eager adds there, too, by an op of its own. So
-// between two halves the residual stream is *x + *delta, where *delta is what the half before gave
-// (null: there is none yet). add_rmsnorm adds *delta to *x, and returns the norm of the sum. What
-// the last half gives is added by the next block's ln1, or by ln_final behind the last block.
-static void run_block(const Model& model, int l, Tensor* x, Tensor* delta) {
+// Runs the unit of block l on x.
+static void run_unit(const Model& model, int l, Residual& x) {
     Range r("layer");
     begin_unit(model, 1 + l);
-    const Layer& layer = model.layers[l];
-    const float eps = model.config.eps;
-    const bool runs_again = feed_forward_runs_again(l);
-
-    *delta = attention_part(model, layer, add_rmsnorm(x, *delta, layer.ln1, eps));
-    *delta = feed_forward(layer, add_rmsnorm(x, *delta, layer.ln2, eps), runs_again);
-
-    *delta = end_unit(model, 1 + l, *delta);
-}
-// Runs blocks [first, end) on x; returns what the last of them gives.
-static Tensor run_blocks(const Model& model, Tensor x, int first, int end) {
-    Tensor delta;
-    for (int l = first; l < end; l++) { run_block(model, l, &x, &delta); }
-    return add(x, delta);
+    run_block(model, model.layers[l], feed_forward_of(l), x);
+    x.delta = end_unit(model, 1 + l, x.delta);
 }
 
 // -------------------------------------------------------------------------------------------------
 // Forward and loss
 
-static int run_checkpointed_blocks(const Model& model, Tensor* x);  // section 3.2.1, below
-
 // Runs all but the head on tokens [B,T]; returns the head's input, [B,T,C].
 static Tensor forward_to_head(Model& model, const Tensor& tokens) {
-    const ModelConfig& c = model.config;
     make_ready(model, tokens.dim(1));
-    Tensor x, delta;
-    {
-        Range r("embedding");
-        begin_unit(model, 0);
-        x = end_unit(model, 0, gather_rows(model.embedding, tokens));
-    }
-
-    const int checkpointed = context.recording ? run_checkpointed_blocks(model, &x) : 0;
-    for (int l = checkpointed; l < c.num_layers; l++) { run_block(model, l, &x, &delta); }
-    return add_rmsnorm(&x, delta, model.ln_final, c.eps);
+    Residual x{run_embedding(model, tokens), model.config.eps};
+    const int checkpointed = context.recording ? run_checkpointed_blocks(model, &x.sum) : 0;
+    for (int l = checkpointed; l < model.config.num_layers; l++) { run_unit(model, l, x); }
+    return x.norm(model.ln_final);
 }
 Tensor forward(Model& model, const Tensor& tokens) {
     Range range("forward");
@@ -1021,6 +1016,12 @@ int cmd_benchmarking_mixed_precision(const Options& asked) {
 //   k blocks each    n/k inputs, and all that one group of k blocks keeps        n blocks
 //   nested blocks    2 inputs, and all that one block keeps                      n (n - 1) / 2
 
+// Runs blocks [first, end) on x; returns what the last of them gives.
+static Tensor run_blocks(const Model& model, const Tensor& x_in, int first, int end) {
+    Residual x{x_in, model.config.eps};
+    for (int l = first; l < end; l++) { run_unit(model, l, x); }
+    return add(x.sum, x.delta);
+}
 // Runs blocks [0, end), `size` of them per checkpoint; returns what the last one gives.
 static Tensor run_in_groups(const Model& model, Tensor x, int end, int size) {
     for (int first = 0; first < end; first += size) {
@@ -1050,15 +1051,31 @@ static int run_checkpointed_blocks(const Model& model, Tensor* x) {
         *x = run_nested(model, *x, L);
         return L;
     }
+    int end = 0, size = 1;
     if (k.form == Checkpointing::GROUPS) {
-        *x = run_in_groups(model, *x, L, k.n);
-        return L;
+        end = L;
+        size = k.n;
+    } else if (k.form == Checkpointing::BLOCKS) {
+        end = k.n;
     }
-    if (k.form == Checkpointing::BLOCKS) {
-        *x = run_in_groups(model, *x, k.n, 1);
-        return k.n;
-    }
-    return 0;
+    *x = run_in_groups(model, *x, end, size);
+    return end;
+}
+
+// Gives the same as feed_forward. Backward runs it again, but for the last product, whose result
+// nobody reads then.
+static Tensor feed_forward_again(const Layer& layer, const Tensor& n) {
+    Range ffn("ffn");
+    auto gated = [&layer](const Tensor& n) { return swiglu(layer, n); };
+    return checkpoint_linear(gated, n, layer.w2);
+}
+// Returns the feed-forward of a block that is in none of the checkpoints above: the plain one, or
+// the one that runs again.
+static FeedForward* feed_forward_of(int l) {
+    const Checkpointing& k = context.checkpoint;
+    const bool again =
+        k.form == Checkpointing::FFN ? l < k.n : k.form == Checkpointing::BLOCKS && l >= k.n;
+    return again ? feed_forward_again : feed_forward;
 }
 
 string name_of(const Checkpointing& k) {

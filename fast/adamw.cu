@@ -80,8 +80,7 @@ static bool is_split(const Tensor& t, int64_t first = 0) {
     const auto found = split_parts.find(t.data + first * size_of(t.dtype));
     return found != split_parts.end() && found->second.lock() == t.memory;
 }
-// Splits a part, if it is whole fp32 and products take bf16, and leaves the view of its upper
-// halves.
+// Splits a part, if it is whole fp32 and products take bf16. `part` then is its upper halves.
 static void keep_part(Tensor& part, DType products) {
     if (part.dtype != F32 || products != BF16 || is_split(part)) { return; }
     convert_part(part, true);
@@ -263,7 +262,7 @@ static void update_split_cpu(const Tensor& p, const vector<FlatGradient>& gradie
         });
     }
 }
-// Updates all weights; those that are whole on the CPU by the plain loop.
+// Updates all weights. On the CPU those that are whole get the plain loop.
 static void update(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
                    const Tensor& v, AdamWScalars s) {
 #ifdef __CUDACC__
