@@ -347,8 +347,8 @@ struct FastWays {
     void (*keep_weights)(Model& model);
     void (*ready_weights)(Model& model);  // for a forward in this context
     void (*restore_weights)(Model& model);
-    // The same for FSDP's part of a unit: perhaps it then is in the dtype in which products take
-    // it, but for AdamW.
+    // The same for FSDP's part of a unit. Where it is kept so, `part` becomes a view in the dtype
+    // that products take, while AdamW goes on with the shard's.
     void (*keep_part)(Tensor& part, DType products);
     bool (*restore_part)(Tensor& part);  // false: it was plain
     // CUDA graphs.
