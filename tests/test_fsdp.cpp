@@ -427,11 +427,16 @@ static void check_pure_bf16_sharded(const Communicator& c) {
         });
         f->shard.adamw.lr = 1e-2f;
         auto by_name = [&](Tensor flat) {  // laid out as the shard
-            const Tensor weights = std::exchange(f->shard.weights, flat);
+            const Tensor weights = f->shard.weights;
+            auto put = [&](const Tensor& t) {
+                f->shard.weights = t;
+                for (FsdpUnit& u : f->units) { u.own = view(t, u.offset, {u.part}); }
+            };
+            put(flat);
             ByName all;
             visit_whole(*f, false,
                         [&](const Parameter& p, const Tensor& t) { all[p.name] = copied(t); });
-            f->shard.weights = weights;
+            put(weights);
             return all;
         };
         ByName gradients;
