@@ -332,11 +332,6 @@ struct LayerOps {
                    const Tensor& rope, bool backward);
     void (*swiglu)(const Tensor& g, const Tensor& h);
     void (*swiglu_backward)(const Tensor& dh, const Tensor& dg, const Tensor& h);
-    void (*cross_entropy)(const Tensor& loss, const Tensor& lse, const Tensor& l,
-                          const Tensor& targets);
-    // dl may be l. The loss is the mean over N rows, of which l may hold a part.
-    void (*cross_entropy_backward)(const Tensor& dl, const Tensor& l, const Tensor& lse,
-                                   const Tensor& targets, const Tensor& dloss, int64_t N);
 };
 // What fast/ does in place of the plain ways, or besides; null without it.
 struct FastWays {

@@ -25,9 +25,9 @@
 // is on the CPU
 //   op_cpu((float*)y.data, (float*)x.data, N, C);
 // and on the GPU, with a block for each of N rows,
-//   op_kernel<<<N, THREADS, 0, stream()>>>((float*)y.data, (float*)x.data, N, C);
+//   op_kernel<<<N, ROW_THREADS, 0, stream()>>>((float*)y.data, (float*)x.data, N, C);
 
-constexpr int THREADS = 256;  // of a block
+constexpr int THREADS = 256, ROW_THREADS = 512;  // of a block; of one that has a row
 
 // Runs f(zero, x_zero): zero has the C++ type T of t's dtype, +zero has Wide<T>, and x_zero the
 // type X of x's. On META it does nothing. An op without x passes t twice and uses T alone.
@@ -44,13 +44,13 @@ static void with_types(const Tensor& t, const Tensor& x, Fn f) {
 }
 
 // Runs op_cpu(arguments), or op_kernel with the same arguments and so many blocks.
-#define RUN(op, device, blocks, ...)                           \
-    do {                                                       \
-        if (device == CPU) {                                   \
-            op##_cpu(__VA_ARGS__);                             \
-        } else {                                               \
-            LAUNCH(op##_kernel, blocks, THREADS, __VA_ARGS__); \
-        }                                                      \
+#define RUN(op, device, blocks, ...)                               \
+    do {                                                           \
+        if (device == CPU) {                                       \
+            op##_cpu(__VA_ARGS__);                                 \
+        } else {                                                   \
+            LAUNCH(op##_kernel, blocks, ROW_THREADS, __VA_ARGS__); \
+        }                                                          \
     } while (0)
 
 // The ops of this file that write into tensors, or fast ones for the GPU: see the end of the ops.
@@ -562,6 +562,19 @@ Tensor swiglu(const Layer& layer, const Tensor& y) {
 }
 
 // -------------------------------------------------------------------------------------------------
+// The ops above in one table, which fast/ has, too
+
+static const LayerOps plain_ops = {
+    add_rmsnorm_run, rmsnorm_backward, rotate, swiglu_run, swiglu_backward,
+};
+// Returns the ops above, or in their place fast ones where there are some. A plan made on META has
+// the ops of the device that it is for.
+static const LayerOps& ops() {
+    const Device device = context.device == META ? context.planned_for : context.device;
+    return device == CUDA && fast_ways.layers ? *fast_ways.layers : plain_ops;
+}
+
+// -------------------------------------------------------------------------------------------------
 // Cross-entropy of logits l [N,V] with targets t [N]:
 //   loss = mean_n( lse_n - l[n,t_n] ),  lse_n = log sum_v exp(l[n,v])
 //   dl[n,v] = (exp(l[n,v] - lse_n) - [v = t_n]) dloss / N
@@ -682,14 +695,14 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets) {
     DType wide = l.dtype == F64 ? F64 : F32;
     Tensor rows = empty({N}, wide);
     Tensor lse = empty({N}, wide);
-    ops().cross_entropy(rows, lse, l, targets);
+    cross_entropy_run(rows, lse, l, targets);
     Tensor loss = detached(mean_all(detached(rows)));
 
     record(loss, {l}, [l, lse, targets](const Tensor& dloss) {
         // nobody else can still want to see the logits
         bool ours_alone = l.memory.use_count() == 1;
         Tensor dl = ours_alone ? detached(l) : empty(l.shape, l.dtype);
-        ops().cross_entropy_backward(dl, l, lse, targets, dloss, l.dim(0));
+        cross_entropy_backward(dl, l, lse, targets, dloss, l.dim(0));
         add_gradient(l.gradient, dl);
     });
     return loss;
@@ -725,10 +738,10 @@ Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, 
             Tensor t = view(targets, first, {n});
             Tensor lse = empty({n}, wide);
             gemm(l, part, false, w, true);
-            ops().cross_entropy(view(rows, first, {n}), lse, l, t);
+            cross_entropy_run(view(rows, first, {n}), lse, l, t);
 
             if (!dx) { continue; }
-            ops().cross_entropy_backward(l, l, lse, t, one, N);
+            cross_entropy_backward(l, l, lse, t, one, N);
             gemm(view(dx, first * C, {n, C}), l, false, w, false);
             gemm(dW, l, true, part, false, 1, first > 0);
         }
@@ -742,17 +755,6 @@ Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, 
         add_gradient(gw, dW);
     });
     return loss;
-}
-
-static const LayerOps plain_ops = {
-    add_rmsnorm_run,   rmsnorm_backward,       rotate, swiglu_run, swiglu_backward,
-    cross_entropy_run, cross_entropy_backward,
-};
-// Returns the ops above, or in their place fast ones where there are some. A plan made on META has
-// the ops of the device that it is for.
-static const LayerOps& ops() {
-    const Device device = context.device == META ? context.planned_for : context.device;
-    return device == CUDA && fast_ways.layers ? *fast_ways.layers : plain_ops;
 }
 
 // -------------------------------------------------------------------------------------------------

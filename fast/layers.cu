@@ -3,7 +3,6 @@
 // read its plain kernels first, then with_types() here.
 #include "cs336.h"
 #include "lib/gpu.h"
-#include <cfloat>
 
 #ifdef __CUDACC__
 // -------------------------------------------------------------------------------------------------
@@ -321,85 +320,9 @@ static void swiglu_backward_packed(const Tensor& dh, const Tensor& dg, const Ten
     });
 }
 
-// -------------------------------------------------------------------------------------------------
-// Cross-entropy
-
-// Computes loss and lse of a row per block, maximum and sum in one pass: the sum is rescaled when
-// the maximum grows. The maximum starts from a finite number: logits of -inf then add exp(-inf) =
-// 0, where -inf - -inf would be NaN.
-template <int W, class T>
-__global__ void __launch_bounds__(PACK_THREADS) cross_entropy_kernel(float* loss,         // [N]
-                                                                     float* lse,          // [N]
-                                                                     const T* logits,     // [N,V]
-                                                                     const int* targets,  // [N]
-                                                                     int V) {
-    const T* l = logits + blockIdx.x * (int64_t)V;
-    float largest = -FLT_MAX, sum = 0;
-    for (int v = W * threadIdx.x; v < V; v += W * blockDim.x) {
-        Pack<T, W> pack = load_pack<W>(l + v);
-        float larger = largest;
-        for (const T& x : pack.x) { larger = fmaxf(larger, x); }
-        sum *= expf(largest - larger);
-        for (const T& x : pack.x) { sum += expf(x - larger); }
-        largest = larger;
-    }
-
-    float row_largest = block_max(largest);
-    float row_sum = block_sum(sum * expf(largest - row_largest));
-    if (threadIdx.x == 0) {
-        lse[blockIdx.x] = row_largest + logf(row_sum);
-        loss[blockIdx.x] = lse[blockIdx.x] - l[targets[blockIdx.x]];
-    }
-}
-// Computes dl of a row per block, as cross_entropy_backward_cpu.
-template <int W, class T>
-__global__ void __launch_bounds__(PACK_THREADS)
-    cross_entropy_backward_kernel(T* dl,                // [rows,V]
-                                  const T* l,           // [rows,V]
-                                  const float* lse_in,  // [rows]
-                                  const int* targets,   // [rows]
-                                  const float* dloss,   // []
-                                  int64_t N, int V) {
-    const int64_t row = blockIdx.x * (int64_t)V;
-    const float factor = *dloss / N, lse = lse_in[blockIdx.x];
-    const int target = targets[blockIdx.x];
-    for (int v = W * threadIdx.x; v < V; v += W * blockDim.x) {
-        Pack<T, W> pack = load_pack<W>(l + row + v);
-        for (int i = 0; i < W; i++) {
-            float p = expf(pack.x[i] - lse);
-            pack.x[i] = (p - (v + i == target)) * factor;
-        }
-        store_pack(dl + row + v, pack);
-    }
-}
-
-// Launches the forward, as cross_entropy_run in layers.cu.
-static void cross_entropy_packed(const Tensor& loss, const Tensor& lse, const Tensor& l,
-                                 const Tensor& targets) {
-    const int64_t N = l.dim(0), V = l.dim(1);
-    with_types(l, l, V, {l.data}, [&](auto zero, auto, auto width) {
-        LAUNCH(cross_entropy_kernel<width>, N, threads_for(V / width), loss.as<float>(),
-               lse.as<float>(), l.as(zero), targets.as<int>(), (int)V);
-    });
-}
-// Launches the backward, as cross_entropy_backward in layers.cu.
-static void cross_entropy_backward_packed(const Tensor& dl, const Tensor& l, const Tensor& lse,
-                                          const Tensor& targets, const Tensor& dloss, int64_t N) {
-    const int64_t rows = l.dim(0), V = l.dim(1);
-    with_types(l, l, V, {dl.data, l.data}, [&](auto zero, auto, auto width) {
-        LAUNCH(cross_entropy_backward_kernel<width>, rows, threads_for(V / width), dl.as(zero),
-               l.as(zero), lse.as<float>(), targets.as<int>(), dloss.as<float>(), N, (int)V);
-    });
-}
-
 static const LayerOps packed_ops = {
-    add_rmsnorm_packed,
-    rmsnorm_backward_packed,
-    rotate_packed,
-    swiglu_packed,
-    swiglu_backward_packed,
-    cross_entropy_packed,
-    cross_entropy_backward_packed,
+    add_rmsnorm_packed, rmsnorm_backward_packed, rotate_packed,
+    swiglu_packed,      swiglu_backward_packed,
 };
 // Enters these ways where the program starts; nobody reads `entered`.
 [[maybe_unused]] static const bool entered = [] {
