@@ -5,7 +5,8 @@
 //                 both are timed; weighted_sum
 //   flash.cu      1.3.2 and 1.3.3: FlashAttention by tiles, its checks and its speed
 //   model.cu      the Transformer LM, AdamW, a training step; 1.1.3, 1.3 (b), gradient
-//                 checkpointing, `train`, `model`
+//                 checkpointing
+//   train.cu      `train` on a text, `model` on your weights
 //   profile.cu    sections 1.1.4 and 1.1.6: which kernels a step spends its time in, where its
 //                 memory goes
 //   ddp.cu        sections 2 and 3: all-reduce, data parallel training in four ways, the sharded
@@ -72,6 +73,7 @@ struct LossScaler {
     int good_steps = 0, growth_interval = 2000;
 };
 void update_scale(LossScaler& scaler, bool found_inf);
+float loss_scale_of(const LossScaler& scaler);  // by which a backward begins: 1 but in fp16
 
 // -------------------------------------------------------------------------------------------------
 // attention.cu: O = softmax(Q K^T / sqrt(D)) V; q [B,H,Tq,D], k and v [B,H,Tk,D] -> [B,H,Tq,D], any
@@ -194,6 +196,7 @@ struct ModelConfig {
 extern const vector<ModelConfig> model_sizes;
 // what --d_model, --d_ff, ... name, else --size; checked
 vector<ModelConfig> configs_of(const Options& o);
+void check_config(const ModelConfig& c);  // refuses heads that RoPE cannot turn
 
 struct Parameter {
     string name;  // the staff model's state_dict key
@@ -552,7 +555,9 @@ using RunCommand = int(const Options& o);
 RunCommand cmd_mixed_precision_accumulation;
 // model.cu
 RunCommand cmd_benchmarking_script, cmd_benchmarking_mixed_precision, cmd_torch_compile;
-RunCommand cmd_gradient_checkpointing, cmd_model, cmd_train;
+RunCommand cmd_gradient_checkpointing;
+// train.cu
+RunCommand cmd_model, cmd_train;
 // profile.cu
 RunCommand cmd_nsys_profile, cmd_memory_profiling;
 // attention.cu

@@ -1,5 +1,6 @@
-// Tests of model.cu.
+// Tests of model.cu and train.cu.
 #include "model.cu"
+#include "train.cu"
 
 #include "test.h"
 
