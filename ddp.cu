@@ -26,11 +26,9 @@ double mean_over_ranks(const Communicator& c, double mine) {
 }
 
 // Returns the bytes that each rank may take, the least of all ranks'. The ranks of a machine share
-// its memory; ranks on one GPU share that GPU's.
+// its memory; a GPU has one rank.
 size_t room_of_each_rank(const Communicator& c) {
-    const int gpus = std::max(1, c.local_gpus);
-    const size_t sharing =
-        context.device == CUDA ? (c.local_world + gpus - 1) / gpus : c.local_world;
+    const size_t sharing = context.device == CUDA ? 1 : c.local_world;
     const vector<size_t> all = gather<size_t>(c, {available_memory(context.device) / sharing});
     return *std::min_element(all.begin(), all.end());
 }
@@ -351,6 +349,7 @@ static void finish_gradient_synchronization(DataParallel& parallel) {
 //   unsharded   all-reduce of the gradients                                  2 Psi (N-1)/N
 //   broadcast   the same, and a broadcast of each shard of the weights       3 Psi (N-1)/N
 //   ZeRO-1      reduce-scatter of the gradients, all-gather of the weights   2 Psi (N-1)/N
+// Over Gloo our reduce-scatter is an all-reduce, so there ZeRO-1 sends 3 Psi (N-1)/N, too.
 
 struct Optimizer {  // over flat weights
     Communicator c;
@@ -443,7 +442,8 @@ double norm_over_ranks(const Communicator& c, double square_sum) {
 static void attach(Trainer& trainer, const Optimizer& optimizer) {
     trainer.sharded = std::make_shared<Optimizer>(optimizer);
     trainer.step_optimizer = [](Trainer& t) {
-        // Only the ranks together know whether it is finite. Nothing else of it is used.
+        // It is needed in fp16 alone, to see whether any rank has inf or NaN. So it does not matter
+        // that gradients which are averages already count once for each rank.
         auto norm = [&] { return norm_over_ranks(t.c, std::pow(gradient_norm(t.model), 2)); };
         return guarded_step(t.scaler, 0, norm, [&](float gradient_scale) {
             step_parameter_groups(*t.sharded, gradient_scale);
@@ -1237,7 +1237,8 @@ static void run_sharded(const Communicator& c, const Options& options, const Mod
 }
 
 // Answers (a), the memory; (b), the time; (c), what ZeRO-1 does otherwise.
-static void answer_optimizer_state_sharding_accounting(const vector<ShardingRun>& runs, int ranks) {
+static void answer_optimizer_state_sharding_accounting(const vector<ShardingRun>& runs, int ranks,
+                                                       const string& backend) {
     const ShardingRun &whole = runs[UNSHARDED], &ours = runs[BROADCAST], &zero = runs[ZERO1];
     const size_t* before_step = whole.peaks[BEFORE_STEP].second.peak_by;
     const size_t weights = before_step[PARAMETERS];  // 4 Psi bytes
@@ -1272,9 +1273,12 @@ static void answer_optimizer_state_sharding_accounting(const vector<ShardingRun>
            "ZeRO-1, too, shards only the optimizer's state: %.1f MiB per rank, ours %.1f MiB. It "
            "sends less: with a reduce-scatter of gradients and an all-gather of weights, a rank "
            "sends 2 Psi (N-1)/N elements (%.1f MB) of Psi parameters. Ours all-reduces gradients "
-           "and broadcasts weights: 3 Psi (N-1)/N (%.1f MB). The handout's ranks own whole "
+           "and broadcasts weights: 3 Psi (N-1)/N (%.1f MB).%s The handout's ranks own whole "
            "tensors; ours, like ZeRO's, own equal parts of one flat buffer.",
-           state(zero), state(ours), 2 * part, 3 * part);
+           state(zero), state(ours), 2 * part, 3 * part,
+           backend == "gloo" ? " In this run ZeRO-1 sends as much as ours: over Gloo our "
+                               "reduce-scatter is an all-reduce."
+                             : "");
 }
 
 // Runs the three optimizers and prints their times, the peaks of rank 0's memory, and the answers.
@@ -1308,7 +1312,7 @@ int cmd_optimizer_state_sharding_accounting(const Options& asked) {
         if (c.rank == 0) { print(time); }
         if (c.rank == 0 && !memory.rows.empty()) { print(memory); }
         if (can_compare(c, {runs.begin(), runs.end()})) {
-            answer_optimizer_state_sharding_accounting(runs, c.world);
+            answer_optimizer_state_sharding_accounting(runs, c.world, c.backend);
         }
     });
 }

@@ -3,8 +3,9 @@
 //      (the check against one process) and fsdp_accounting
 //   8  the calculations: arithmetic alone
 //   9  leaderboard: the 8.1B step
-// Read pre_forward and pre_backward first: they start all gathers and reduce-scatters.
-// finish_backward and fsdp_optimizer_step end the step.
+// Read pre_forward and pre_backward first: they start the gathers and the reduce-scatters of a
+// step, but for the embedding's reduce-scatter. finish_backward starts that, and
+// fsdp_optimizer_step ends the step.
 #include "cs336.h"
 
 // -------------------------------------------------------------------------------------------------
@@ -25,7 +26,8 @@ struct FsdpUnit {
     Tensor own;                 // that part, as a gather takes it (see FastWays' keep_part)
     Tensor weights, gradients;  // whole, [world * part], while the unit has its buffer
     Tensor gradient;            // the own part, averaged over the ranks; null until there is one
-    // Its tensors that have a gradient, by their first elements.
+    // Its tensors that have a gradient, by their first elements. q and the joined qkv begin at the
+    // same element; backward fills one of the two.
     std::multimap<int64_t, Tensor> slots;
 };
 constexpr int NORMS = -1;  // in place of a unit's number: the replicated weights
@@ -48,11 +50,11 @@ struct Fsdp {
     WorkPtr gathers[2];
     vector<FsdpWait> waits;          // of this step
     bool steps_in_backward = false;  // see begin_fsdp_step
-    // the unit that backward has come to; before it, a number above the last
+    // the unit that backward has come to; in forward, the number of units
     int reached = 0;
     int reducing = -1;  // the unit whose reduce-scatter is under way
     WorkPtr reduce;
-    Tensor reduced;  // the sum that it gives, of the own part
+    Tensor average;  // what it gives, of the own part
 };
 static Tensor own_part(const Fsdp& f, const FsdpUnit& unit, const Tensor& whole) {
     return view(whole, f.c.rank * unit.part, {unit.part});
@@ -165,8 +167,8 @@ static void wait_for(Fsdp& f, int unit, const WorkPtr& work) {
 }
 
 // Waits for unit i's weights and starts the gather of the unit that is needed next. Forward goes up
-// to the last unit, then backward down. A checkpoint in between runs units up to the one that
-// backward has come to.
+// to the last unit, then backward down. A checkpoint in between runs units again, up to the one
+// below `reached`.
 static void pre_forward(Fsdp& fsdp, int i) {
     Range range("gather");
     if (fsdp.in_buffer[i % 2] != i) { start_gather(fsdp, i); }
@@ -208,28 +210,30 @@ static void step_shard(Fsdp& fsdp, const vector<FlatGradient>& gradients, float 
                  gradient_scale);
 }
 
-static void step_reduced(Fsdp& fsdp, const FsdpUnit& unit) {
-    step_shard(fsdp, {{fsdp.reduced, unit.offset}}, 1);
+// With steps_in_backward, AdamW takes a unit's step when its gradient is an average: in
+// finish_reduce, when backward has finished the next unit, too. fast/, with NCCL, runs it beside
+// that unit instead, right behind the reduce-scatter.
+static void step_unit(Fsdp& fsdp, const FsdpUnit& unit) {
+    step_shard(fsdp, {{fsdp.average, unit.offset}}, 1);
 }
-// Says whether AdamW on a unit runs beside the rest of backward, by fast/; else it stands between.
 static bool steps_beside(const Fsdp& fsdp) {
-    return fast_ways.run_behind && fsdp.c.backend == "nccl";
+    return fsdp.steps_in_backward && fast_ways.run_behind && fsdp.c.backend == "nccl";
 }
 
-// Waits for the reduce-scatter under way. Then AdamW has its sum at once, or the unit keeps it, or
-// adds it to that of an earlier backward.
+// Waits for the reduce-scatter under way. Then AdamW takes the unit's step, or the unit keeps the
+// average, or adds it to that of an earlier backward.
 static void finish_reduce(Fsdp& fsdp) {
     if (fsdp.reducing < 0) { return; }
     wait_for(fsdp, fsdp.reducing, fsdp.reduce);
     FsdpUnit& unit = fsdp.units[fsdp.reducing];
     if (fsdp.steps_in_backward) {
-        if (!steps_beside(fsdp)) { step_reduced(fsdp, unit); }
+        if (!steps_beside(fsdp)) { step_unit(fsdp, unit); }
     } else if (unit.gradient) {
-        copy_or_add(unit.gradient, fsdp.reduced, true);
+        copy_or_add(unit.gradient, fsdp.average, true);
     } else {
-        unit.gradient = fsdp.reduced;
+        unit.gradient = fsdp.average;
     }
-    fsdp.reduced = Tensor();
+    fsdp.average = Tensor();
     fsdp.reducing = -1;
 }
 
@@ -239,12 +243,13 @@ static void start_reduce(Fsdp& fsdp, int i) {
     finish_reduce(fsdp);  // of unit i + 1: backward now writes unit i - 1's gradients over them
     FsdpUnit& unit = fsdp.units[i];
     zero_the_rest(unit);
-    fsdp.reduced = fsdp.steps_in_backward ? own_part(fsdp, unit, unit.gradients)
+    // AdamW takes it before backward writes the buffer again, so it can stay there.
+    fsdp.average = fsdp.steps_in_backward ? own_part(fsdp, unit, unit.gradients)
                                           : empty({unit.part}, unit.gradients.dtype, GRADIENTS);
-    fsdp.reduce = reduce_scatter(fsdp.c, unit.gradients, AVERAGE, fsdp.reduced);
+    fsdp.reduce = reduce_scatter(fsdp.c, unit.gradients, AVERAGE, fsdp.average);
     fsdp.reducing = i;
-    if (fsdp.steps_in_backward && steps_beside(fsdp)) {
-        fsdp.reduce = fast_ways.run_behind(fsdp.reduce, [&] { step_reduced(fsdp, unit); });
+    if (steps_beside(fsdp)) {
+        fsdp.reduce = fast_ways.run_behind(fsdp.reduce, [&] { step_unit(fsdp, unit); });
     }
 }
 static void pre_backward(Fsdp& f, int i) {
@@ -254,9 +259,8 @@ static void pre_backward(Fsdp& f, int i) {
 }
 
 static void add_hooks(Model& model, Fsdp& f) {  // to a model that has been placed
-    // so that slots keep their gradients
     model.weights = f.shard.weights;
-    model.gradients = f.replicated_gradients;
+    model.gradients = f.replicated_gradients;  // it is not null: so slots keep their gradients
     model.pre_forward = [&f](int unit) { pre_forward(f, unit); };
     model.pre_backward = [&f](int unit) { pre_backward(f, unit); };
 }

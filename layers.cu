@@ -4,11 +4,13 @@
 // Each op comes as: formula; the eager form, a chain of lib/tensor.cu's one-kernel operations that
 // autograd differentiates; the fused form with its backward by hand, as a plain loop for the CPU
 // and as a kernel for the GPU, or, where nothing is summed, as one body for both. Read the formula
-// and the CPU's loop first: the kernel is the same loop, shared by a block of threads per row.
+// and the CPU's loop first: the kernel is the same loop, shared by a block of threads per row, or
+// per column where a column is summed. fast/layers.cu has faster kernels for three of the ops; a
+// usual build takes those on a GPU (see ops()).
 //
 // T is the compute type (under autocast bf16 or fp16), X the type of the residual stream x and of
-// the weights: fp32, or in pure bf16 bf16. Arithmetic and sums are fp32: Wide<T>, which is double
-// where tests compute in float64.
+// the weights: fp32, or in pure bf16 bf16. Arithmetic is fp32: Wide<T>, which is double where tests
+// compute in float64. Sums are fp32 on the GPU and double on the CPU.
 #include "cs336.h"
 #include "lib/gpu.h"
 #include <cfloat>
@@ -245,9 +247,10 @@ static void rmsnorm_backward(const Tensor& dx, bool add_dx, const Tensor& dx_low
 //   x_in  --+--> x = x_in + delta --+--> y = norm(x)  --> attention, or the feed-forward
 //   delta --+                       +-------------------> the next *x_io
 //
-// Backward runs y's step first. By then the next *x_io has left its part in dx: y's step adds its
-// own, and where delta is 16-bit and x is not, it leaves the sum in dx_low, too, rounded. x's step
-// then hands dx to x_in and dx_low to delta, which needs no cast of its own.
+// Backward runs y's step first. By then all later readers of x have added to x's gradient, so
+// gradient_target gives that, with add_dx = true. y's step adds its own part; where delta is 16-bit
+// and x is not, it rounds the sum into dx_low, too. x's step then passes dx to x_in, and to delta
+// dx_low or else dx, so no cast is needed.
 static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor& w, float eps) {
     Range range("rmsnorm");
     Tensor x_in = *x_io;
@@ -447,7 +450,7 @@ static void split_heads(const Layer& layer, const Tensor& y, const Tensor& rope_
     record(*q, {qkv}, [dq](const Tensor& d) { *dq = contiguous(d); });
 }
 // Rotates q and k within qkv [B,T,3C] and returns it as a new tensor of the tape, on the same
-// memory.
+// memory. It may, because linear() does not keep its result.
 static Tensor rope_in_place(const Tensor& qkv, const Tensor& rope) {
     ops().rotate(qkv, {}, {}, {}, rope, false);
     Tensor rotated = detached(qkv);
@@ -562,7 +565,8 @@ Tensor swiglu(const Layer& layer, const Tensor& y) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// The ops above in one table, which fast/ has, too
+// The ops above in one table, which fast/ has, too. A new op needs no row here: call its _run, as
+// cross_entropy does.
 
 static const LayerOps plain_ops = {
     add_rmsnorm_run, rmsnorm_backward, rotate, swiglu_run, swiglu_backward,
@@ -578,8 +582,9 @@ static const LayerOps& ops() {
 // Cross-entropy of logits l [N,V] with targets t [N]:
 //   loss = mean_n( lse_n - l[n,t_n] ),  lse_n = log sum_v exp(l[n,v])
 //   dl[n,v] = (exp(l[n,v] - lse_n) - [v = t_n]) dloss / N
-// All of it is in fp32, whatever the logits are.
-// Fused: one kernel forward and one backward, and the logits' gradient takes their place in memory.
+// All of it is in fp32 on the GPU, whatever the logits are.
+// Fused: one kernel for the rows and one backward, and the logits' gradient takes their place in
+// memory.
 
 static Tensor cross_entropy_eager(const Tensor& logits, const Tensor& targets) {
     Tensor l = cast(logits, logits.dtype == F64 ? F64 : F32);
@@ -699,7 +704,7 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets) {
     Tensor loss = detached(mean_all(detached(rows)));
 
     record(loss, {l}, [l, lse, targets](const Tensor& dloss) {
-        // nobody else can still want to see the logits
+        // if we hold the only reference to the logits, dl overwrites them
         bool ours_alone = l.memory.use_count() == 1;
         Tensor dl = ours_alone ? detached(l) : empty(l.shape, l.dtype);
         cross_entropy_backward(dl, l, lse, targets, dloss, l.dim(0));
@@ -759,7 +764,8 @@ Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, 
 
 // -------------------------------------------------------------------------------------------------
 // The optimizer: the sum of all gradients' squares, in a fixed order, for their norm; then
-// AdamW (Loshchilov and Hutter, 2019; the handout's order), t = 1, 2, ...:
+// AdamW (Loshchilov and Hutter, 2019), t = 1, 2, ... The weights decay first, as in PyTorch and the
+// 2026 handout; 2025's decay after the step. The code of these lines is adamw_element in cs336.h:
 //   p *= 1 - lr wd;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
 //   p -= lr sqrt(1 - b2^t)/(1 - b1^t) m / (sqrt(v) + eps)
 // p, m and v are each read and written once, 24 bytes per parameter in fp32, and g is read (2 or

@@ -214,11 +214,14 @@ void make_ready(Model& model, int64_t T) {
 // -------------------------------------------------------------------------------------------------
 // A block
 
-// The residual stream x, [B,T,C]. How it is added up is told below the block.
+// The residual stream x, [B,T,C], is sum + delta. delta is the part that += was given last (null:
+// there was none yet), and it is not added yet: the kernel of the next norm adds it to sum. For
+// mode fused has one kernel for both, add_rmsnorm, which reads and writes x once. Mode eager adds
+// there, too, by an op of its own.
 struct Residual {
-    Tensor sum;  // x, but for delta
+    Tensor sum;
     float eps;
-    Tensor delta = {};  // what += has noted
+    Tensor delta = {};
     void operator+=(const Tensor& part) { delta = part; }
     Tensor norm(const Tensor& weight) { return add_rmsnorm(&sum, delta, weight, eps); }
 };
@@ -234,23 +237,20 @@ static Tensor feed_forward(const Layer& layer, const Tensor& n) {
     return linear(swiglu(layer, n), layer.w2);
 }
 using FeedForward = decltype(feed_forward);
-// A block, [B,T,C]. feed_forward: the above, or one that gives the same and keeps less for backward
-// (section 3.2.1).
-static void run_block(const Model& model, const Layer& layer, FeedForward* feed_forward,
-                      Residual& x) {
+// A block, [B,T,C]. ffn: feed_forward, or one that gives the same and keeps less for backward
+// (section 3.2.1). The block's last part is added by the next norm, the next block's ln1 or
+// ln_final, or at the end of a checkpoint (run_blocks).
+static void run_block(const Model& model, const Layer& layer, FeedForward* ffn, Residual& x) {
     x += attention_part(model, layer, x.norm(layer.ln1));
-    x += feed_forward(layer, x.norm(layer.ln2));
+    x += ffn(layer, x.norm(layer.ln2));
 }
 
-// How x is added up. Mode fused has one kernel for an addition and the norm behind it, add_rmsnorm,
-// which reads and writes x once; mode eager adds there, too, by an op of its own. So += only notes
-// what to add, as delta (null: there was nothing yet), and the next norm adds it to sum. What a
-// block's last half gives is added by the next block's ln1, or by ln_final behind the last block.
-
 // -------------------------------------------------------------------------------------------------
-// Units: the embedding, each block, the head. FSDP's hooks stand around the ops of a unit; y_in is
-// what the last of them gave. The model has to stay at its address. A weight belongs to one unit,
-// and backward comes to every unit's y on every rank: so their collectives meet.
+// Units: the embedding, each block, the head. FSDP gathers the weights unit by unit: begin_unit
+// runs before a unit's ops, and end_unit puts a step on the tape that backward runs before them;
+// y_in is what the last of the ops gave. The head has no end_unit, since backward starts there. The
+// norms belong to no unit: every rank has them. The model has to stay at its address. Backward
+// comes to every unit's y on every rank, so their collectives meet.
 
 void begin_unit(const Model& model, int unit) {
     if (model.pre_forward) { model.pre_forward(unit); }
@@ -314,8 +314,9 @@ Tensor forward_to_loss(Model& model, const Batch& batch) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// AdamW's step. PyTorch eager takes it op by op, in 13 kernels for every parameter tensor, and so
-// does mode eager. The other modes have one kernel, the op of layers.cu.
+// AdamW's step. An optimizer that is written op by op, as the first assignment's, has 13 kernels
+// for every parameter tensor, and so has mode eager. The other modes have one kernel, the op of
+// layers.cu.
 
 // Returns the gradients as backward left them: outside mode eager a joined weight's slot has the
 // gradient, and not the slots of its parts.
@@ -382,7 +383,8 @@ void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale
     backward(loss, loss_scale);
     drop_weight_copies(model.slots);  // the weights are about to change
 }
-// Runs forward and backward, and adds to the gradients that are there; else as forward_backward.
+// Runs forward and backward, and adds to the gradients that are there; otherwise it does what
+// forward_backward does.
 static Tensor add_gradients(Model& model, const Batch& batch, float loss_scale,
                             const function<void()>& between) {
     Tensor loss = forward_to_loss(model, batch);
@@ -411,8 +413,8 @@ float loss_scale_of(const LossScaler& scaler) {
     return context.precision == PREC_FP16 ? scaler.scale : 1;
 }
 // Calls `step` with the factor by which it has to multiply the gradients: 1 / loss scale, times
-// what clips their norm to max_norm. Does not call it where the norm is not finite, which it would
-// spread to all weights. Returns the norm without the loss scale, or 0 if nobody asks for it.
+// what clips their norm to max_norm. Does not call it where the norm is not finite: a step would
+// then make all weights NaN. Returns the norm without the loss scale, or 0 if nobody asks for it.
 double guarded_step(LossScaler& scaler, double max_norm,
                     const function<double()>& norm_of_gradients,
                     const function<void(float gradient_scale)>& step) {
@@ -442,7 +444,8 @@ void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler
         infer(model, batch.tokens);
         return;
     }
-    if (phase == STEP) { make_optimizer_state(model); }  // a first step, too, holds it all the time
+    // so that the first step's peak is every step's
+    if (phase == STEP) { make_optimizer_state(model); }
     forward_backward(model, batch, loss_scale_of(scaler), [&] { between(FORWARD); });
     if (phase == STEP) {
         between(FORWARD_BACKWARD);
@@ -1066,8 +1069,8 @@ static Tensor feed_forward_again(const Layer& layer, const Tensor& n) {
     auto gated = [&layer](const Tensor& n) { return swiglu(layer, n); };
     return checkpoint_linear(gated, n, layer.w2);
 }
-// Returns the feed-forward of a block that is in none of the checkpoints above: the plain one, or
-// the one that runs again.
+// Returns block l's feed-forward: the one that backward runs again, where the checkpointing is by
+// feed-forwards, else the plain one.
 static FeedForward* feed_forward_of(int l) {
     const Checkpointing& k = context.checkpoint;
     const bool again =

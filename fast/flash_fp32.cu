@@ -507,7 +507,8 @@ static void forward(const AttentionTensors& t) {
         case 32: return run(Fp32Tile<32, 64, 2>(), Fp32Tile<32, 64, 1>());
         case 64: return run(Fp32Tile<64, 64, 3>(), Fp32Tile<64, 64, 1>());
         case 80: return run(Fp32Tile<80, 64, 2>(), Fp32Tile<80, 64, 1>());
-        default: return run(Fp32Tile<128, 64, 2>(), Fp32Tile<128, 32, 1>());
+        case 128: return run(Fp32Tile<128, 64, 2>(), Fp32Tile<128, 32, 1>());
+        default: fail("%s: no kernel for this head size", __func__);
     }
 }
 static void backward(const AttentionTensors& t) {
@@ -532,7 +533,8 @@ static void backward(const AttentionTensors& t) {
         case 32: return run(Fp32Tile<32, 64, 2>(), Fp32Tile<32, 64, 1>());
         case 64: return run(Fp32Tile<64, 64, 2>(), Fp32Tile<64, 64, 1>());
         case 80: return run(Fp32Tile<80, 64, 2>(), Fp32Tile<80, 32, 1>());
-        default: return run(Fp32Tile<128, 32, 2>(), Fp32Tile<128, 16, 1>());
+        case 128: return run(Fp32Tile<128, 32, 2>(), Fp32Tile<128, 16, 1>());
+        default: fail("%s: no kernel for this head size", __func__);
     }
 }
 static bool takes(DType t, int64_t D) {

@@ -1051,7 +1051,8 @@ static void forward(const AttentionTensors& t) {
         case 32: return launch_forward<HopperForward<32>>(t);
         case 64: return launch_forward<HopperForward<64>>(t);
         case 80: return launch_forward<HopperForward<80>>(t);
-        default: return launch_forward<HopperForward<128>>(t);
+        case 128: return launch_forward<HopperForward<128>>(t);
+        default: fail("%s: no kernel for this head size", __func__);
     }
 }
 
@@ -1071,7 +1072,8 @@ static void backward(const AttentionTensors& t) {
         case 32: return launch_backward<HopperBackward<32>>(t);
         case 64: return launch_backward<HopperBackward<64>>(t);
         case 80: return launch_backward<HopperBackward<80>>(t);
-        default: return launch_backward<HopperBackward<128>>(t);
+        case 128: return launch_backward<HopperBackward<128>>(t);
+        default: fail("%s: no kernel for this head size", __func__);
     }
 }
 static bool takes(DType t, int64_t D) {

@@ -412,7 +412,8 @@ static void flash_forward_mma(const AttentionTensors& t) {
         case 32: return forward_of<32>(a);
         case 64: return forward_of<64>(a);
         case 80: return forward_of<80>(a);
-        default: return forward_of<128>(a);
+        case 128: return forward_of<128>(a);
+        default: fail("%s: no kernel for this head size", __func__);
     }
 }
 
@@ -751,7 +752,8 @@ static void backward(const AttentionTensors& t) {
         case 32: return launch_backward<BackwardTile<32, 64>>(t);
         case 64: return launch_backward<BackwardTile<64, 64>>(t);
         case 80: return launch_backward<BackwardTile<80, 64>, BackwardTile<80, 32>>(t);
-        default: return launch_backward<BackwardTile<128, 32>>(t);
+        case 128: return launch_backward<BackwardTile<128, 32>>(t);
+        default: fail("%s: no kernel for this head size", __func__);
     }
 }
 static bool takes(DType t, int64_t D) {

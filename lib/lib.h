@@ -487,8 +487,8 @@ struct Gradient {
     DType dtype;  // of the tensor that it belongs to ...
     Shape shape;  // ... and that tensor's shape
     // The sum of what ops have added. It is null until the first adds, unless it is a view into a
-    // flat buffer. Its dtype is the tensor's, but outside mode eager a parameter's is 16-bit if
-    // low_precision is set, or if that buffer is 16-bit.
+    // flat buffer, whose dtype then counts. Else its dtype is the tensor's, or for a parameter,
+    // outside mode eager, that of low_precision if this is set.
     Tensor value;
     bool is_parameter = false;  // then `value` stays after backward ...
     bool filled = false;        // ... and this says whether it holds something
@@ -497,7 +497,9 @@ struct Gradient {
     function<void()> ready;
     // Computes the tensor again as products take it, so that linear() need not keep it.
     function<Tensor()> recompute;
-    // A parameter's: what 16-bit products take for it (lib/matmul.cu).
+    // A parameter's: what 16-bit products take for it. In mode eager it is autocast's cached copy,
+    // with a gradient of its own; in the other modes a copy that stands for the parameter, and
+    // whose gradient is the parameter's (lib/matmul.cu has a table).
     Tensor low_precision;
 };
 using GradientPtr = shared_ptr<Gradient>;
@@ -510,7 +512,8 @@ struct NoGrad {  // within its scope nothing is recorded
 // Gives y a gradient and appends `backward` to the tape, if an input has a gradient. backward(dy)
 // adds to the inputs' gradients.
 void record(Tensor& y, const vector<Tensor>& inputs, function<void(const Tensor& dy)> backward);
-// Adds dx to g; without g it does nothing. If it is the first, g shares dx's memory.
+// Adds dx to g; without g it does nothing. If it is the first, g shares dx's memory, unless it is a
+// parameter's, which copies.
 void add_gradient(const GradientPtr& g, const Tensor& dx);
 // For ops whose own kernel writes a gradient, or adds to it: returns the tensor to write to, and
 // whether to add to what it holds.

@@ -292,8 +292,9 @@ struct Links {
     Tensor barrier_token;
     uint32_t collectives = 0;  // that were started
 
-    // What the threads share. Each holds the mutex while it reads or writes one of these, or a Work
-    // of Gloo's, and tells `changed` what it has written.
+    // What the threads share. Each holds the mutex while it reads or writes one of these, or a
+    // Work's `finished`, `end` and `error` where Gloo's worker sets them. A Work's `begin` may be
+    // read once `finished` is set.
     std::mutex mutex;
     std::condition_variable changed;
     bool stopping = false;
@@ -306,9 +307,9 @@ struct Links {
 #endif
 };
 
-// Ends this process with one line, after a while: a rank's end ends the others, so those who only
-// notice it wait, and the line of the rank with the cause is the only one. If all see the cause,
-// the lowest rank's is.
+// Ends this process with one line. Every rank waits half a second before its line, a higher one a
+// little longer: so the rank with the cause, or the lowest one that sees it, comes first, and its
+// launcher has ended the others before they speak.
 [[noreturn]] static void give_up(int rank, int exit_code, const string& why) {
     usleep(500000 + 100000 * std::min(rank, 10));
     note("cs336: rank %d: %s", rank, why.c_str());
@@ -406,9 +407,10 @@ static void connect_gloo(Communicator&) {}  // why_not() has refused it
 #endif
 
 #ifdef WITH_NCCL
-// NCCL. A collective is a kernel in the stream of a lane. This stream waits by an event until the
-// compute stream has made the tensor, and wait() makes the compute stream wait for the collective's
-// end. The host waits for neither.
+// NCCL. A collective is a kernel in a stream of its own; the stream and NCCL's communicator are a
+// lane. The lane's stream first waits for a mark in the compute stream, behind which the tensor is
+// made. wait() does the reverse: the compute stream waits for a mark behind the collective. The
+// host waits for neither.
 
 void await(cudaStream_t s, const Mark& m) {
     CUDA_CHECK(cudaStreamWaitEvent(s, (cudaEvent_t)m.event.get()));
@@ -419,14 +421,14 @@ void nccl_check(ncclResult_t result, const char* call) {
 }
 
 // Makes NCCL's communicator, whose id rank 0 tells the others, and a stream for its collectives.
-// They run ahead of the compute stream's kernels, since other ranks wait for them.
+// Its priority is the highest, so collectives get multiprocessors first: other ranks wait for them.
 Lane open_lane(const Communicator& c, ncclConfig_t* config) {
     Lane lane;
     int least, greatest;
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     CUDA_CHECK(cudaStreamCreateWithPriority(&lane.stream, cudaStreamNonBlocking, greatest));
 
-    // Nobody outside then reaches NCCL's ports.
+    // On one machine the loopback is enough, and nobody outside reaches NCCL's ports.
     if (c.local_world == c.world) { setenv("NCCL_SOCKET_IFNAME", "lo", false); }
     ncclUniqueId id{};
     if (c.rank == 0) { NCCL_CHECK(ncclGetUniqueId(&id)); }
@@ -440,7 +442,8 @@ void close_lane(Lane& lane) {
 }
 #endif
 
-// Returns how this program works with NCCL: the fastest of the ways that are linked.
+// Returns how this program works with NCCL: the last row of the table. This file adds one_lane;
+// another file may add a row behind it.
 static const NcclWay& nccl_way() { return table_of<NcclWay>().back(); }
 
 // Returns why this backend cannot connect n ranks of this machine on such devices; "": it can.
@@ -664,7 +667,7 @@ static ncclDataType_t nccl_type(DType t) {
     fail("NCCL: %s tensors are not for collectives here", name_of(t));
 }
 
-// Queues a collective in a lane, behind `ready`, a mark of any stream, and sets its work's marks.
+// Queues a collective in a lane, where it first waits for `ready`, and sets its work's marks.
 void enqueue(const Communicator& c, const Lane& lane, Work& work, const Collective& x,
              const Mark& ready) {
     const auto [nccl, stream] = lane;
@@ -689,10 +692,11 @@ void enqueue(const Communicator& c, const Lane& lane, Work& work, const Collecti
     work.end = mark_on(stream);
 }
 
-// The plain way: one lane for all collectives.
+// One lane for all collectives. Each begins when what the compute stream has been given so far is
+// done: mark() stands behind that. FSDP's rule for its buffers rests on it.
 static Lane only_lane;
 static void connect_nccl(const Communicator& c) {
-    // Blocking, since a non-blocking communicator starts a thread for every collective.
+    // The default is blocking. A non-blocking communicator starts a thread for every collective.
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     only_lane = open_lane(c, &config);
 }

@@ -591,8 +591,8 @@ TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
     vector<ShardingRun> runs = {run(UNSHARDED, 7622.7, 30522.8, 15245.3, 339.51, 13.39),
                                 run(BROADCAST, 7654.7, 22900.1, 7622.7, 354.61, 28.19),
                                 run(ZERO1, 7654.7, 22900.1, 7622.7, 335.83, 32.52)};
-    auto answers = [&](int ranks) {
-        return printed([&] { answer_optimizer_state_sharding_accounting(runs, ranks); });
+    auto answers = [&](int ranks, const string& backend = "nccl") {
+        return printed([&] { answer_optimizer_state_sharding_accounting(runs, ranks, backend); });
     };
     check_says(
         answers(2),
@@ -605,6 +605,8 @@ TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
          "then broadcasts it: the optimizer takes 28.19 ms, 2.11 times as long as",
          "2 Psi (N-1)/N elements (7993.0 MB)", "3 Psi (N-1)/N (11989.5 MB)."});
     check_says(answers(4), {"which is not the expected 1/4."});
+    check_says(answers(2, "gloo"), {"over Gloo our reduce-scatter is an all-reduce."});
+    CHECK(!has(answers(2), "Gloo"));
     runs[1].ms.total = of_six(339.61, 0.23);
     check_says(answers(2),
                {"sharded, level with unsharded (339.51 ms) within 0.5 %, a clock's drift."});
