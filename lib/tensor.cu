@@ -191,7 +191,7 @@ Comparison compare(const Tensor& got, const Tensor& want, double rtol, double at
         double error = g[i] == w[i] ? 0 : fabs(g[i] - w[i]);  // equal infinities have no error
         double excess = std::isfinite(error) ? error - rtol * fabs(w[i]) : INFINITY;
         c.wrong += excess > atol;
-        if (!(error <= c.max_abs)) { c.max_abs = error; }  // a NaN is taken, too
+        if (error > c.max_abs || std::isnan(error)) { c.max_abs = error; }  // a NaN stays
         if (excess > worst || c.worst < 0) {
             worst = excess;
             c.worst = i;

@@ -717,6 +717,10 @@ TEST_CASE("compare is safe against NaN and infinities") {
     }
     Comparison c = compare(from_floats({1, 2, NAN}, {3}), from_floats({1, 5, 3}, {3}), 0, 0);
     CHECK((c.wrong == 2 && c.worst == 2));
+    CHECK(std::isnan(c.max_abs));
+    CHECK(std::isnan(compare(from_floats({NAN, 2}, {2}), from_floats({1, 5}, {2}), 0, 0).max_abs));
+    c = compare(from_floats({7, 2}, {2}), from_floats({7, 2}, {2}), 0, 0);
+    CHECK((c.worst == 0 && c.got == 7 && c.want == 7));
     CHECK_THROWS_AS(compare(zeros({6}, F32), zeros({2, 3}, F32), 0, 0), Failure);
 }
 
