@@ -375,6 +375,7 @@ TEST_CASE_TEMPLATE("what does not fit fails", D, OnCPU, OnCUDA) {
     CHECK_THROWS_AS(reshape(a, {5}), Failure);
     CHECK_THROWS_AS(reshape(a, {7}), Failure);
     CHECK_THROWS_AS(view(a, 4, {3}), Failure);
+    CHECK_THROWS_AS(view(a, -1, {3}), Failure);
     CHECK_THROWS_AS(from_floats({1, 2}, {3}), Failure);
     CHECK_THROWS_AS(copy(a, b), Failure);
     CHECK_THROWS_AS(backward(a), Failure);
