@@ -38,6 +38,12 @@ TEST_CASE("measure: texts, failures and names") {
     CHECK(strprintf("<%s> %d %.2f", big.c_str(), 7, 1.005) == "<" + big + "> 7 1.00");
     CHECK(failure_of([] { fail("got %d, expected %d", 3, 4); }) == "1: got 3, expected 4");
     CHECK(failure_of([] { usage_error("no such option %s", "--x"); }) == "2: no such option --x");
+    CHECK(counted(1, "step") == "1 step");
+    CHECK(counted(0, "step") == "0 steps");
+    CHECK(list_of({}) == "");
+    CHECK(list_of({"a"}) == "a");
+    CHECK(list_of({"a", "b"}) == "a and b");
+    CHECK(list_of({"a", "b", "c"}) == "a, b and c");
     CHECK(string(name_of(BF16)) == "bfloat16");
     CHECK(string(name_of(OPTIMIZER)) == "optimizer state");
     CHECK(string(name_of(INPUTS)) == "inputs");
@@ -281,6 +287,8 @@ TEST_CASE("measure: statistics") {
     // hypot(0.3, 0.3) = 0.424
     CHECK(why(10.42, 0.3, 4) == "within the deviations: too few steps to compare");
     CHECK(why(10.43, 0.3, 4) == "");
+    // From 5 runs on the standard error counts alone: 2 hypot(0.3, 0.3) / sqrt(5) = 0.379
+    CHECK(why(10.42, 0.3, 5) == "");
     CHECK(why(11.1, 0, 1, 10, 0) == "within the deviations: too few steps to compare");
     CHECK(why(11.2, 0, 1, 10, 0) == "");
 }
