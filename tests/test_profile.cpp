@@ -546,6 +546,16 @@ TEST_CASE("memory_profiling: forward's peak is each layer's, or the logits'") {
     c.vocab_size = 50257;
     CHECK(profile_memory(c, FP32, 2, 64, 0, "").peak_in == "forward/lm_head");
 }
+TEST_CASE("memory_profiling: the largest allocations are those of one size, and forward's own") {
+    MemoryRun r;
+    auto event = [](double ms, size_t bytes, const char* range) {
+        return MemoryEvent{ms, true, 0, bytes, ACTIVATIONS, {"forward", range}, {"a/b.cu", 7, "f"}};
+    };
+    read_forward(r, {event(0, 900, "held"), event(1, 10, "small"), event(2, 30, "large"),
+                     event(3, 20, "medium"), event(4, 30, "large"), event(5, 30, "other")});
+    CHECK(r.largest == 30);
+    CHECK(r.largest_by == std::map<string, int>{{"large f (b.cu:7)", 2}, {"other f (b.cu:7)", 1}});
+}
 static void check_as_planned(const MemoryRun& planned, const MemoryRun& run) {
     // in fp32, which a GPU's plan lacks
     const bool copies = multiplies_copies(CPU, matmul_dtype(run.precision));
