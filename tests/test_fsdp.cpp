@@ -97,6 +97,21 @@ TEST_CASE("fsdp_accounting: pure bf16 holds half") {
     CHECK(has(pure.out, "8 Psi bytes with DDP"));
 }
 
+TEST_CASE("fsdp: the ranks' equal parts hold all of a unit") {
+    begin_on(CPU);
+    for (int world : {1, 2, 3}) {
+        for (int64_t n : {1, 64, 65, 129, 130, 193}) {
+            CAPTURE(world);
+            CAPTURE(n);
+            Communicator c;
+            c.world = world;
+            const auto f = fully_shard(c, {{"w", {n}, 0, Tensor(), 0}}, F32);
+            CHECK(f->units[0].part * world >= n);
+            CHECK(f->units[0].part % 64 == 0);
+        }
+    }
+}
+
 static const ModelConfig small = {"small", 32, 48, 4, 2, 50};
 static std::unique_ptr<Fsdp> shards_of(const Communicator& c) {
     return fully_shard(c, lay_out_model(small).parameters, F32);
