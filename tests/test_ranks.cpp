@@ -544,6 +544,10 @@ TEST_CASE(
     Ended e = finish(wrong, wrong.at_ms);
     CHECK(e.exit_code == 2);
     CHECK(has(e.err, "environment variable RANK: got 'x', takes a whole number"));
+    Started beyond = start(short_run, {"RANK=2", "WORLD_SIZE=2"});
+    e = finish(beyond, beyond.at_ms);
+    CHECK(e.exit_code == 2);
+    CHECK(has(e.err, "rank 2: the world has only 2 ranks"));
 }
 TEST_CASE("ranks: wrong usage of the launcher") {
     if (lacks("gloo", CPU, 3)) { return; }
