@@ -170,6 +170,11 @@ TEST_CASE("ddp: only a sharded optimizer wants equal shards, and each group coun
 static void check_what_ranks_tell(const Communicator& c) {
     CHECK(same_bits_everywhere(c, from_floats({1, 2}, {2})));
     CHECK(!same_bits_everywhere(c, from_floats({1, (float)c.rank}, {2})));
+    CHECK(mean_over_ranks(c, 3.0 + c.rank) == 3.5);
+
+    // The median is that of both ranks' steps, and no rank's own.
+    const vector<double> medians = gather<double>(c, {time_all_reduce(c, 1000, 0, 2)});
+    CHECK(medians[0] == medians[1]);
 
     // The times are means over the ranks: rank 0 takes 40 ms more than rank 1's 40.
     Options o;
