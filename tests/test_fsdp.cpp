@@ -321,8 +321,10 @@ TEST_CASE("fsdp: AdamW in backward; on GPUs") {
 // A rank whose loss does not depend on a weight has a zero gradient for it, as the others' average
 // says.
 static void check_missing(const Communicator& c) {
-    vector<Parameter> parameters = {
-        {"head", {4, 8}, 0, {}, 2}, {"fc", {8, 8}, 32, {}, 1}, {"table", {6, 8}, 96, {}, 0}};
+    vector<Parameter> parameters = {{"head", {4, 8}, 0, {}, 2},
+                                    {"fc", {8, 8}, 32, {}, 1},
+                                    {"table", {6, 8}, 96, {}, 0},
+                                    {"norm", {8}, 144, {}, NORMS}};
     auto f = fully_shard(c, parameters, F32);
     Model model;
     model.parameters = parameters;
@@ -346,7 +348,9 @@ static void check_missing(const Communicator& c) {
         Tensor x =
             end_unit(model, 0, gather_rows(model.parameters[2].weight, from_ints({1, 2}, {2})));
         begin_unit(model, 1);
-        if (step == 0 && c.rank == 0) { x = linear(x, model.parameters[1].weight); }
+        if (step == 0 && c.rank == 0) {
+            x = mul(linear(x, model.parameters[1].weight), model.parameters[3].weight);
+        }
         x = end_unit(model, 1, x);
         begin_unit(model, 2);
         backward(mean_all(square(linear(x, model.parameters[0].weight))));
@@ -357,8 +361,10 @@ static void check_missing(const Communicator& c) {
         visit_whole(*f, false,
                     [&](const Parameter& p, const Tensor& w) { after[p.name] = to_floats(w); });
     }
-    CHECK(once["fc"] != before["fc"]);  // by rank 0's first step
-    CHECK(after["fc"] == once["fc"]);
+    for (const char* name : {"fc", "norm"}) {
+        CHECK(once[name] != before[name]);  // by rank 0's first step
+        CHECK(after[name] == once[name]);
+    }
     for (float x : after["table"]) { CHECK(std::isfinite(x)); }
     for (int i = 0; i < 48; i++) {  // only rows 1 and 2 were looked up
         if (i < 8 || i >= 24) { CHECK(after["table"][i] == before["table"][i]); }
