@@ -396,10 +396,13 @@ TEST_CASE(
                       all = {ranks[1]};
         if (whole) { all = {s.pid, ranks[0], ranks[1]}; }
         usleep(500000);
-        for (pid_t pid : all) { kill(pid, SIGSTOP); }
-        usleep(whole ? 4000000 : 1000000);  // the timeout is 3 s
-        for (pid_t pid : all) { kill(pid, SIGCONT); }
-        usleep(3500000);
+        for (int pauses = whole ? 1 : 3; pauses > 0; pauses--) {
+            for (pid_t pid : all) { kill(pid, SIGSTOP); }
+            usleep(whole ? 4000000 : 1000000);  // the timeout is 3 s, of each pause
+            for (pid_t pid : all) { kill(pid, SIGCONT); }
+            usleep(300000);
+        }
+        usleep(3200000);
         for (pid_t pid : {s.pid, ranks[0], ranks[1]}) { CHECK(!gone(pid)); }
         kill(s.pid, SIGTERM);
         Ended e = finish(s, now_ms());
