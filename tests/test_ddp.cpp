@@ -171,22 +171,33 @@ static void check_what_ranks_tell(const Communicator& c) {
     CHECK(same_bits_everywhere(c, from_floats({1, 2}, {2})));
     CHECK(!same_bits_everywhere(c, from_floats({1, (float)c.rank}, {2})));
     CHECK(mean_over_ranks(c, 3.0 + c.rank) == 3.5);
+    CHECK(room_of_each_rank(c) < 0.75 * available_memory(CPU));  // two ranks share it
 
     // The median is that of both ranks' steps, and no rank's own.
     const vector<double> medians = gather<double>(c, {time_all_reduce(c, 1000, 0, 2)});
     CHECK(medians[0] == medians[1]);
 
-    // The times are means over the ranks: rank 0 takes 40 ms more than rank 1's 40.
+    // One process has the whole batch, so its first loss is the ranks' mean.
+    const ModelConfig config = {"lm", 16, 16, 1, 1, 20};
     Options o;
-    o.warmup = {1};
-    o.steps = 2;
+    o.warmup = {0};
+    o.steps = 1;
     o.batch_size = 1;
     o.context_length = 8;
+    vector<Trace> traces;
+    DdpRun naive = NAIVE;
+    run_strategy(c, o, config, naive, traces);
+    const WayRun alone = single_process(c, o, config);
+    if (c.rank == 0) { CHECK(alone.loss == doctest::Approx(naive.loss).epsilon(1e-5)); }
+
+    // The times are means over the ranks: rank 0 takes 40 ms more than rank 1's 40.
+    o.warmup = {1};
+    o.steps = 2;
     WayRun r{"sleeps"};
     run_way(r, c, o, [&](const Communicator& c) {
         Trainer t;
         t.c = c;
-        t.model = random_model({"lm", 16, 16, 1, 1, 20}, 0);
+        t.model = random_model(config, 0);
         t.step_optimizer = [&c](Trainer&) {
             if (context.device != META) { usleep(c.rank == 0 ? 80000 : 40000); }
             return 0.0;
@@ -409,6 +420,7 @@ TEST_CASE("ddp: --trace puts all ranks into one file") {
             INFO("rank " << rank << ", " << name);
             CHECK(seen[{rank, name}] > 0);
         }
+        CHECK(seen[{rank, "naive"}] == 1);  // only the step behind the timed ones
         CHECK(seen[{rank, "all-reduce"}] >= 39 + 1 + 39);
     }
     CHECK(folder.files() == vector<string>{"trace.json"});  // no rank's own
