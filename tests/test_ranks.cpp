@@ -67,6 +67,14 @@ TEST_CASE("ranks: collectives over Gloo") {
         in_ranks("ranks: collectives over Gloo", n, CPU, check_collectives);
     }
 }
+TEST_CASE("ranks: each has its share of the cores") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    const char* typed = getenv("OMP_NUM_THREADS");  // would be every rank's
+    if (typed && !is_rank()) { return skip_this_case("OMP_NUM_THREADS is set"); }
+    in_ranks("ranks: each has its share of the cores", 2, CPU, [](const Communicator&) {
+        CHECK(cpu_threads() == std::max(1, omp_get_num_procs() / 2));
+    });
+}
 TEST_CASE("ranks: collectives over NCCL") {
     if (lacks("nccl", CUDA, 2)) { return; }
     for (int n : {1, 2, 3, 4}) {
@@ -542,7 +550,9 @@ TEST_CASE(
     CHECK(has(run_shell(both + "wait").out, "World size: 2"));
     Started shell =
         start(short_run, {"SLURM_STEP_ID=4294967290", "SLURM_STEP_NUM_TASKS=1", "SLURM_PROCID=0"});
-    CHECK(finish(shell, shell.at_ms).exit_code == 0);
+    Ended ranks_of_its_own = finish(shell, shell.at_ms);
+    CHECK(ranks_of_its_own.exit_code == 0);
+    CHECK(has(ranks_of_its_own.out, "World size: 2"));
     Started wrong = start(short_run, {"RANK=x", "WORLD_SIZE=1"});
     Ended e = finish(wrong, wrong.at_ms);
     CHECK(e.exit_code == 2);
