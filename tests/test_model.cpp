@@ -1010,6 +1010,16 @@ TEST_CASE("model command: a loss scale below fp16's least number ends it") {
     CHECK(failure_of([] { require_scale({0x1p-14f}); }) == "nothing thrown");
     CHECK(failure_of([] { require_scale({0x1p-15f}); }) ==
           "1: fp16: the gradients are not finite at any loss scale");
+
+    // After the first step's update of 100 all is too large for fp16, so no second step is taken.
+    Folder folder;
+    Run r = run_cs336({"model", "--weights", "tests/fixtures/model_weights.safetensors", "--batch",
+                       "tests/fixtures/model_batch.safetensors", "--num_heads", "2", "--precision",
+                       "fp16", "--mode", "fused", "--lr", "100", "--steps", "2", "--out",
+                       folder / "out", "--device", "cpu"});
+    CHECK(r.exit_code == 1);
+    CHECK(has(r.err, "fp16: the gradients are not finite at any loss scale"));
+    CHECK(folder.files().empty());
 }
 TEST_CASE("model command: tensors of a file may lie at odd addresses") {
     begin_on(CPU);
