@@ -199,6 +199,14 @@ TEST_CASE("main: reproduce writes what a problem prints") {
     run_cs336({"reproduce", "fsdp_calcs", "--out", folder.path});
     CHECK(read_file(folder / "fsdp_calcs.md") == run_cs336({"fsdp_calcs"}).out);
 }
+TEST_CASE("main: reproduce names the edition where both have the problem, in other sizes") {
+    Folder folder;
+    Run r = run_cs336({"reproduce", "leaderboard", "memory_profiling", "--edition", "2026",
+                       "--quick", "--device", "cpu", "--out", folder.path});
+    CHECK_MESSAGE(r.exit_code == 0, r.err);
+    CHECK(std::filesystem::exists(folder / "leaderboard.md"));  // in the 2026 handout alone
+    CHECK(std::filesystem::exists(folder / "memory_profiling-2026.md"));
+}
 TEST_CASE("main: reproduce fails where a problem fails, and goes on") {
     Folder folder;
     if (cuda_devices() == 0) {
