@@ -236,19 +236,19 @@ TEST_CASE("ddp: buckets") {
 // Backward runs from 8 to 18 ms, and two collectives from 0 to 10 and from 5 to 20.
 static void check_times(const Communicator& c) {
     Trainer t = data_parallel_trainer(c, random_model({"lm", 16, 16, 1, 1, 20}, 0), NAIVE, 0);
-    t.marks = {{FORWARD_BLOCKS, Mark{100, nullptr}}};
+    t.marks = {{&StepTimes::forward, Mark{100, nullptr}}};
     for (auto [begin, end] : {std::pair{100, 110}, {105, 120}}) {
         auto work = std::make_shared<Work>();
         work->begin.ms = begin;
         work->end.ms = end;
         t.d->works.push_back(work);
     }
-    StepNumbers numbers{};
-    numbers[FORWARD_BLOCKS] = 8;
-    numbers[BACKWARD] = 10;
-    t.add_communication(t, numbers);
-    CHECK(numbers[COMMUNICATION] == 20);
-    CHECK(numbers[HIDDEN] == 10);
+    StepTimes times;
+    times.forward = 8;
+    times.backward = 10;
+    t.add_communication(t, times);
+    CHECK(times.communication == 20);
+    CHECK(times.hidden == 10);
 }
 TEST_CASE("ddp: time that two collectives share counts once") {
     if (lacks("gloo", CPU, 1)) { return; }
