@@ -17,7 +17,7 @@
 // Backward, given dO (handout, eq. 13-19; D_i, "delta" in the code, is not the head size):
 //   dV = P^T dO,  dP = dO V^T,  dS_ij = P_ij (dP_ij - D_i) with D_i = sum_j P_ij dP_ij,
 //   dQ = dS K / sqrt(D),  dK = dS^T Q / sqrt(D).
-#include "cs336.h"
+#include "attention.h"
 #include <cfloat>
 #include "lib/gpu.h"
 

@@ -7,7 +7,8 @@
 //   3            optimizer_state_sharding_accounting: memory and time of the sharded optimizer
 // Read WAYS first: it is the table of the four ways. Then follow a bucket: gradient_is_ready,
 // start_next_bucket, finish_gradient_synchronization.
-#include "cs336.h"
+#include "ddp.h"
+#include "fast_ways.h"
 
 constexpr double MB = 1e6, GB = 1e9;  // bytes
 
@@ -216,7 +217,7 @@ int cmd_distributed_communication_single_node(const Options& options) {
 // of this buffer, and nothing is copied. The step is model.cu's train_step, with
 // data_parallel_trainer's hooks.
 
-// The ways, in the order of cs336.h's Strategy.
+// The ways, in the order of ddp.h's Strategy.
 static const struct {
     const char* name;
     double cap_mb;  // of a bucket, in 1e6 bytes; a tensor that is larger has one of its own

@@ -6,7 +6,8 @@
 // Read pre_forward and pre_backward first: they start the gathers and the reduce-scatters of a
 // step, but for the embedding's reduce-scatter. finish_backward starts that, and
 // fsdp_optimizer_step ends the step.
-#include "cs336.h"
+#include "ddp.h"
+#include "fast_ways.h"
 
 // -------------------------------------------------------------------------------------------------
 // FSDP (Zhao et al., 2023; ZeRO-3; the 2026 handout): the weights are sharded, too. A rank keeps

@@ -11,7 +11,7 @@
 // T is the compute type (under autocast bf16 or fp16), X the type of the residual stream x and of
 // the weights: fp32, or in pure bf16 bf16. Arithmetic is fp32: Wide<T>, which is double where tests
 // compute in float64. Sums are fp32 on the GPU and double on the CPU.
-#include "cs336.h"
+#include "fast_ways.h"
 #include "lib/gpu.h"
 #include <cfloat>
 

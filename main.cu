@@ -1,7 +1,7 @@
 // main.cu: the command line. First come the commands with their options and defaults; then what
 // each option takes and what it is for; then how the words that were typed become Options; then
 // `list`, `reproduce` and `info`; main() is last.
-#include "cs336.h"
+#include "attention.h"
 
 #include <CLI/CLI.hpp>
 
@@ -9,6 +9,30 @@
 #include <filesystem>
 #include <sstream>
 
+using RunCommand = int(const Options& o);
+// precision.cu
+RunCommand cmd_mixed_precision_accumulation;
+// model.cu
+RunCommand cmd_benchmarking_script, cmd_benchmarking_mixed_precision, cmd_torch_compile;
+RunCommand cmd_gradient_checkpointing, cmd_model, cmd_train;
+// profile.cu
+RunCommand cmd_nsys_profile, cmd_memory_profiling;
+// attention.cu
+RunCommand cmd_pytorch_attention, cmd_weighted_sum;
+// flash.cu
+RunCommand cmd_flash_forward, cmd_flash_backward, cmd_flash_benchmarking;
+RunCommand cmd_flash_leaderboard, cmd_attention;
+// ddp.cu
+RunCommand cmd_distributed_communication_single_node, cmd_naive_ddp, cmd_naive_ddp_benchmarking;
+RunCommand cmd_minimal_ddp_flat_benchmarking, cmd_ddp_overlap_individual_parameters;
+RunCommand cmd_ddp_overlap_individual_parameters_benchmarking, cmd_ddp_overlap_bucketed,
+    cmd_ddp_bucketed_benchmarking;
+RunCommand cmd_optimizer_state_sharding, cmd_optimizer_state_sharding_accounting,
+    cmd_communication_accounting;
+// fsdp.cu
+RunCommand cmd_fsdp, cmd_fsdp_accounting, cmd_leaderboard, cmd_alternate_ring_all_reduce;
+RunCommand cmd_data_parallel_calcs, cmd_fsdp_calcs, cmd_tp_calcs, cmd_fsdp_tp_calcs;
+// this file
 static RunCommand cmd_list, cmd_info, cmd_reproduce;
 
 // -------------------------------------------------------------------------------------------------

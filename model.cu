@@ -12,7 +12,7 @@
 //   each layer:  x += Wo attention(rope(Wq n), rope(Wk n), Wv n)        n = rmsnorm(x; ln1)
 //                x += W2 (silu(W1 n) * W3 n)                            n = rmsnorm(x; ln2)
 //   logits = lm_head rmsnorm(x; ln_final)
-#include "cs336.h"
+#include "fast_ways.h"
 
 // -------------------------------------------------------------------------------------------------
 // Sizes
@@ -504,6 +504,8 @@ vector<Precision> precisions_of(const Options& o) {
     for (const string& name : o.precision) { precisions.push_back(precision_from(name)); }
     return precisions;
 }
+
+static string name_of(const Checkpointing& k);  // as --checkpoint takes it
 
 constexpr int MOST_NESTED = 1000;  // 12000 overflow the stack
 // Refuses a context.checkpoint that a model of L blocks cannot have.

@@ -7,7 +7,7 @@
 // arena then holds first the upper halves of all its elements, which are the part in bf16, then
 // their lower halves. A part is a matrix, as products take it, or FSDP's part of a unit. Each
 // gradient is that of a part, or of weights that are whole.
-#include "cs336.h"
+#include "fast_ways.h"
 #include "lib/gpu.h"
 
 constexpr int THREADS = 256;  // of a block

@@ -6,7 +6,7 @@
 //               scatter and a gather gains by that for its second half.
 //   behind      AdamW on a part whose gradient has just been reduced, in the room that other
 //               kernels leave
-#include "cs336.h"
+#include "fast_ways.h"
 #include "lib/gpu.h"
 
 #ifdef WITH_NCCL

@@ -9,7 +9,7 @@
 //   - loops of constant length are unrolled, so that arrays are registers; a pragma says so where
 //     nvcc would not do it.
 #pragma once
-#include "cs336.h"
+#include "attention.h"
 #include "lib/gpu.h"
 
 #ifdef __CUDACC__

@@ -5,7 +5,7 @@
 // The first step of a kind is a rehearsal (see StepPlaces), the second is captured, and from then
 // on the same kernels run on the same buffers. Read forward_backward_by_graphs first, then
 // graphs_or, which decides which of the three a step is.
-#include "cs336.h"
+#include "fast_ways.h"
 #include "lib/gpu.h"
 
 // A captured step's buffers lie in one block. A rehearsal, the same step with buffers from the

@@ -1,7 +1,7 @@
 // fast/layers.cu: the fused ops of layers.cu on the GPU, where a thread loads and stores 16 bytes
 // at a time, and RMSNorm reads x once. Formulas, shapes and what each op means stand in layers.cu;
 // read its plain kernels first, then with_types() here.
-#include "cs336.h"
+#include "fast_ways.h"
 #include "lib/gpu.h"
 
 #ifdef __CUDACC__

@@ -11,7 +11,8 @@
 #ifndef __CUDACC__
 #pragma GCC optimize("O0")  // of what follows: it takes longer to compile than to run
 #endif
-#include "cs336.h"
+#include "attention.h"
+#include "fast_ways.h"
 
 #include <doctest/doctest.h>
 

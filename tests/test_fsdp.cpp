@@ -8,6 +8,7 @@
 
 void begin_unit(const Model& model, int unit);  // of model.cu
 Tensor end_unit(const Model& model, int unit, const Tensor& y);
+int cmd_communication_accounting(const Options& o);  // of ddp.cu
 
 // -------------------------------------------------------------------------------------------------
 // FSDP's weights, how often it gathers, and what it holds.

@@ -1,0 +1,100 @@
+// attention.h: what attention.cu, flash.cu and the flash kernels of fast/ share.
+//
+// O = softmax(Q K^T / sqrt(D)) V; q [B,H,Tq,D], k and v [B,H,Tk,D] -> [B,H,Tq,D], any
+// strides. Causal: query i sees keys j <= i, counted from the start, also where Tq != Tk. L
+// [B,H,Tq] fp32 (if wanted): the logsumexp of each row, L_i = log sum_j exp(S_ij).
+// In formulas S is the scores; in experiments it is the length of a sequence, as in the handout.
+#pragma once
+#include "cs336.h"
+
+struct AttentionTensors {
+    Tensor q, k, v;  // shapes as above; o and L, too
+    bool causal;
+    Tensor dO{};  // null: forward only, and dq, dk and dv stay null
+    Tensor o{}, L{}, dq{}, dk{}, dv{};
+};
+// A loop or a kernel sees a [B,H,T,D] tensor as this: element (b,h,t,d) is at
+// data[b*batch + h*head + t*row + d].
+struct Heads {
+    void* data;
+    int64_t batch, head, row;  // in elements
+};
+// Returns the address of the first row of head h of sequence b.
+template <class T>
+HD inline T* head_of(const Heads& x, int b, int h) {
+    return (T*)x.data + b * x.batch + h * x.head;
+}
+// The causal mask: query i sees keys 0 to keys_seen - 1. (Naive makes it a tensor; kernels in tiles
+// know it by tile.)
+HD inline int keys_seen(bool causal, int i, int Tk) { return causal && i + 1 < Tk ? i + 1 : Tk; }
+// The arguments of a kernel of flash.cu or fast/.
+struct AttentionArgs {
+    Heads q, k, v, o, dO, dq, dk, dv;
+    float* L;  // [B,H,Tq]
+    int B, H, Tq, Tk;
+    float scale;  // 1/sqrt(D)
+    bool causal;
+};
+AttentionArgs args_of(const AttentionTensors& t);
+// A row of the table of implementations.
+struct AttentionImpl {
+    const char* name;
+    Device device;
+    int rung;  // of the ladder from the plainest to the fastest
+    bool (*takes)(DType dtype, int64_t D);
+    // Either `run` does the forward and leaves the backward on the tape ...
+    Tensor (*run)(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Tensor* L);
+    // ... or the row has both passes by hand: forward writes o and L, backward reads them and
+    // writes dq, dk and dv.
+    void (*forward)(const AttentionTensors& t);
+    void (*backward)(const AttentionTensors& t);
+};
+// Returns whether flash has kernels for this head size: 16, 32, 64, 80 and 128.
+bool flash_head_size(int64_t D);
+
+// What experiments measure of the rows of the table.
+struct AttentionCase {
+    int B, H, Tq, Tk, D;
+    bool causal;
+};
+enum AttentionPass { FORWARD_PASS, BACKWARD_PASS, BOTH_PASSES, ATTENTION_PASSES };
+struct PassTimes {
+    Stats ms[ATTENTION_PASSES]{};
+    size_t held = 0;  // bytes when backward starts: the inputs, and what forward saved
+    size_t oom = 0;   // bytes that the passes need, where these do not fit; else 0
+};
+struct AttentionRun {
+    int S, D;
+    DType dtype;
+    PassTimes naive{}, other{};  // other: fused in torch_compile, flash in flash_benchmarking
+};
+using AttentionRuns = vector<AttentionRun>;
+// A timer returns the times of f in ms, run after run, each behind `prepare`, which is not timed.
+// It decides how many runs there are.
+using Job = function<void()>;
+using PassTimer = function<Stats(const Job& prepare, const Job& f)>;
+struct Effort {
+    PassTimer time;
+    // Times a forward with its backward, too. 1.2.1 and 1.3 ask for the passes alone, so there it
+    // would only take time.
+    bool both_passes;
+};
+// Returns normal inputs with a dO, on context.device.
+AttentionTensors random_inputs(const AttentionCase& c, DType dtype, uint64_t seed);
+// Calls `pass`, unless memory is only counted (META).
+void run_pass(void (*pass)(const AttentionTensors&), const AttentionTensors& t);
+// Returns O and L; and dQ, dK and dV if there is a dO.
+vector<Tensor> outputs_of(const AttentionImpl& impl, const AttentionTensors& in);
+// Returns the row with this name on context.device; "auto" is the fastest flash, or else fused. It
+// is a usage error if the row does not take this.
+const AttentionImpl& impl_named(const string& name, DType dtype = F32, int64_t D = 64);
+PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, DType dtype,
+                     const Effort& effort);
+// Return cells of a table: "1.234" or "OOM (61.2 GiB)", and "2.34x".
+string ms_cell(const PassTimes& t, AttentionPass pass);
+string speedup_cell(const AttentionRun& r, AttentionPass pass);
+// Returns the end of a sentence, "faster in 17 of the 20 configurations that fit (...) ...".
+string compared(const AttentionRuns& runs, AttentionPass pass);
+// Times naive and another implementation (null: naive alone) at each head size and length.
+AttentionRuns time_all(const AttentionImpl* other, int B, bool causal, DType dtype,
+                       const vector<int>& lengths, const Effort& effort);
