@@ -1,4 +1,6 @@
-// attention.h: what attention.cu, flash.cu and the flash kernels of fast/ share.
+// attention.h: what attention.cu, flash.cu and the flash kernels of fast/ share: how they see
+// tensors, the table of implementations, and how experiments time its rows. Read the equations at
+// the head of attention.cu first.
 //
 // O = softmax(Q K^T / sqrt(D)) V; q [B,H,Tq,D], k and v [B,H,Tk,D] -> [B,H,Tq,D], any
 // strides. Causal: query i sees keys j <= i, counted from the start, also where Tq != Tk. L
@@ -10,7 +12,7 @@
 struct AttentionTensors {
     Tensor q, k, v;  // shapes as above; o and L, too
     bool causal;
-    Tensor dO{};  // null: forward only, and dq, dk and dv stay null
+    Tensor dO{};  // null: there is no backward, and dq, dk and dv stay null
     Tensor o{}, L{}, dq{}, dk{}, dv{};
 };
 // A loop or a kernel sees a [B,H,T,D] tensor as this: element (b,h,t,d) is at
@@ -36,11 +38,12 @@ struct AttentionArgs {
     bool causal;
 };
 AttentionArgs args_of(const AttentionTensors& t);
-// A row of the table of implementations.
+// A row of the table of implementations, table_of<AttentionImpl>(). `takes` says whether it can run
+// tensors of this type and head size.
 struct AttentionImpl {
     const char* name;
     Device device;
-    int rung;  // of the ladder from the plainest to the fastest
+    int rung;  // the table stands in this order, from the plainest to the fastest
     bool (*takes)(DType dtype, int64_t D);
     // Either `run` does the forward and leaves the backward on the tape ...
     Tensor (*run)(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Tensor* L);
@@ -52,17 +55,21 @@ struct AttentionImpl {
 // Returns whether flash has kernels for this head size: 16, 32, 64, 80 and 128.
 bool flash_head_size(int64_t D);
 
-// What experiments measure of the rows of the table.
+// -------------------------------------------------------------------------------------------------
+// How experiments run and time the rows of the table
+
 struct AttentionCase {
     int B, H, Tq, Tk, D;
     bool causal;
 };
 enum AttentionPass { FORWARD_PASS, BACKWARD_PASS, BOTH_PASSES, ATTENTION_PASSES };
+// The times of an implementation's passes in one case.
 struct PassTimes {
     Stats ms[ATTENTION_PASSES]{};
     size_t held = 0;  // bytes when backward starts: the inputs, and what forward saved
     size_t oom = 0;   // bytes that the passes need, where these do not fit; else 0
 };
+// A row of an experiment's table: one head, a sequence of length S.
 struct AttentionRun {
     int S, D;
     DType dtype;
@@ -75,25 +82,27 @@ using Job = function<void()>;
 using PassTimer = function<Stats(const Job& prepare, const Job& f)>;
 struct Effort {
     PassTimer time;
-    // Times a forward with its backward, too. 1.2.1 and 1.3 ask for the passes alone, so there it
-    // would only take time.
+    // Whether a forward with its backward is timed, too. 1.2.1 and 1.3 ask for the passes alone.
     bool both_passes;
 };
 // Returns normal inputs with a dO, on context.device.
 AttentionTensors random_inputs(const AttentionCase& c, DType dtype, uint64_t seed);
 // Calls `pass`, unless memory is only counted (META).
 void run_pass(void (*pass)(const AttentionTensors&), const AttentionTensors& t);
-// Returns O and L; and dQ, dK and dV if there is a dO.
+// Runs the forward, and the backward if there is a dO. Returns O and L; and dQ, dK and dV.
 vector<Tensor> outputs_of(const AttentionImpl& impl, const AttentionTensors& in);
 // Returns the row with this name on context.device; "auto" is the fastest flash, or else fused. It
 // is a usage error if the row does not take this.
 const AttentionImpl& impl_named(const string& name, DType dtype = F32, int64_t D = 64);
+// Times the passes of an implementation; where these do not fit, sets `oom`.
 PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, DType dtype,
                      const Effort& effort);
-// Return cells of a table: "1.234" or "OOM (61.2 GiB)", and "2.34x".
+// Return the cells of a table: "1.234" or "OOM (61.2 GiB)"; and "2.34x", how many times as fast as
+// naive the other implementation is, or "" if one of them did not fit.
 string ms_cell(const PassTimes& t, AttentionPass pass);
 string speedup_cell(const AttentionRun& r, AttentionPass pass);
-// Returns the end of a sentence, "faster in 17 of the 20 configurations that fit (...) ...".
+// Returns how the other implementation compares with naive, as the end of a sentence: "faster in 17
+// of the 20 configurations that fit (...) ...".
 string compared(const AttentionRuns& runs, AttentionPass pass);
 // Times naive and another implementation (null: naive alone) at each head size and length.
 AttentionRuns time_all(const AttentionImpl* other, int B, bool causal, DType dtype,

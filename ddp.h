@@ -1,8 +1,11 @@
-// ddp.h: what ddp.cu and fsdp.cu share.
+// ddp.h: what ddp.cu and fsdp.cu share: trainers of several ranks, the check of N ranks against one
+// process, and how their steps are timed. Read Trainer and StepParts in cs336.h first. All ranks
+// have to call a function that takes a Communicator.
 #pragma once
 #include "cs336.h"
 
-// Starts o.nproc ranks with the same command line; in a rank: joins them, and calls f.
+// Starts o.nproc ranks with the same command line, and waits for them. In a rank: joins the others,
+// and calls f. Returns the exit code.
 inline int run_ranks(const Options& o, const function<void(const Communicator&)>& f) {
     if (!is_rank()) { return launch_ranks(o.nproc, o.command_line, o.timeout); }
     return join_ranks(o.has("nproc") ? o.nproc : 0, o.device, o.backend, o.timeout, f);
@@ -10,95 +13,109 @@ inline int run_ranks(const Options& o, const function<void(const Communicator&)>
 
 // -------------------------------------------------------------------------------------------------
 // ddp.cu: data parallel training. Every rank has the same weights and its own part of the batch;
-// gradients are averaged.
+// gradients are averaged over the ranks.
 
 enum Strategy { NO_SYNC, NAIVE, FLAT, OVERLAPPED, BUCKETED };
 const char* name_of(Strategy s);
+// Returns a trainer whose gradients are averages before its optimizer steps (NO_SYNC: are this
+// rank's own). All ranks get rank 0's weights. bucket_mb: how large a bucket of BUCKETED may be.
 Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strategy,
                               double bucket_mb);
 
+// A shard is the range of the weights that one rank steps.
 enum Sharding {
     UNSHARDED,  // every rank steps all weights
-    // the handout's: gradients are averaged before; each rank steps its shard, then sends it to all
+    // The handout's: gradients are averaged before; each rank steps its shard and broadcasts it.
     BROADCAST,
-    // reduce-scatter of the gradients, each rank steps its shard, all-gather of the weights
+    // The gradients are reduce-scattered, each rank steps its shard, the weights are all-gathered.
     ZERO1,
 };
-// of an optimizer that steps each element by itself, so that any range can be a shard
+// Weights that one AdamW steps. AdamW steps each element by itself, so any range can be a shard.
 struct ParameterGroup {
     Tensor weights, gradients;  // flat
     AdamW adamw{};
-    Tensor m{}, v{};  // AdamW's, of the own shard, allocated at its first step
+    Tensor m{}, v{};  // the moments of this rank's shard, allocated at its first step
     int step = 0;
 };
-// Counts a step of the weights `own`, and allocates their moments before the first one.
+// Counts a step, and before the first one allocates the moments. own: the weights of the shard.
 void begin_adamw_step(ParameterGroup& group, const Tensor& own);
-// The root of all ranks' sums: the same on all, so all of them step, or none. It is infinite
-// from 1.8e19 on.
+// Returns the root of the sum of all ranks' square_sum: the norm of all gradients. All ranks get
+// the same, so all of them step, or none. It is infinite from 1.8e19 on.
 double norm_over_ranks(const Communicator& c, double square_sum);
+// Returns a data parallel trainer whose optimizer is sharded over the ranks.
 Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding,
                         const AdamW& adamw = {});
 
-// N ranks against one process
-constexpr int ROWS = 10, POSITIONS = 8, VOCABULARY = 100;  // rows: of each rank
-// a rank's part of it, as n batches
+// -------------------------------------------------------------------------------------------------
+// ddp.cu: the check of N ranks against one process
+
+constexpr int ROWS = 10, POSITIONS = 8, VOCABULARY = 100;  // of the batch; rows: of each rank
+// Returns this rank's rows of a batch, cut into n batches of equal size.
 vector<Batch> part_of(const Batch& all, const Communicator& c, int n);
-// A step of `ours` on the ranks' parts of a random batch, cut into so many, and of `whole` on all
-// of it.
+// Takes a step of `ours` on this rank's part of a random batch, cut into so many batches. Takes
+// a step of `whole` on all of it.
 void train_both(const Communicator& c, Trainer& ours, Trainer& whole, uint64_t seed,
                 int batches = 1);
-struct WeightsCheck {  // of several ranks' weights against those of one process
+// How the weights of several ranks differ from those of one process.
+struct WeightsCheck {
     string way, what;
     double max = 0, sum = 0;  // of the differences
-    int64_t n = 0;            // differences
+    int64_t n = 0;            // how many elements were compared
     bool match = true;        // they are within the bounds, and all ranks hold the same bits
 };
-// Prints table and answer; fails if a row differs.
+// Prints a row for each check, and the answer. Fails if a row does not match. what: whose weights
+// they are.
 void print_checks(const Communicator& c, const string& caption, const vector<WeightsCheck>& checks,
                   const string& what);
+// Adds the differences of two tensors to d. They match within atol + rtol * |want|.
 void compare(WeightsCheck& d, const Tensor& got, const Tensor& want, double atol = 1e-6,
              double rtol = 1e-5);
-bool same_bits_everywhere(const Communicator& c, const Tensor& t);  // collective
+// Returns whether all ranks hold the same bits in t.
+bool same_bits_everywhere(const Communicator& c, const Tensor& t);
 
 // -------------------------------------------------------------------------------------------------
-// ddp.cu: what several ranks run
+// ddp.cu: timed steps of several ranks
 
-// For what several ranks run: one model, in one precision and mode, which the context gets;
-// --quick's defaults.
+// Returns the model that the ranks run, and sets the context's precision and mode. Options that
+// were not typed get --quick's defaults, where it was typed or the backend is gloo.
 ModelConfig choose_step(Options& o, const Communicator& c);
+// Returns the caption of a table of steps: the command, the ranks, the model and the setting.
 string caption_of(const Options& o, const ModelConfig& m, const Communicator& c);
-double parameters_of(const ModelConfig& m);
-size_t room_of_each_rank(const Communicator& c);  // bytes, the least of all ranks'
-// What a rank holds at most in two steps, each of n batches, predicted on META.
+double parameters_of(const ModelConfig& m);  // counts the numbers in its weights
+// Returns how many bytes each rank may take: what the rank with the least memory has.
+size_t room_of_each_rank(const Communicator& c);
 using MakeTrainer = function<Trainer(const Communicator& c)>;
+// Returns how many bytes a rank holds at most in two steps of n batches, found by a run on META.
 size_t steps_peak(int world, const Options& o, const MakeTrainer& make, int n);
 
-using StepStats = StepParts<Stats>;  // ms, of several
-// A way to train: what its steps take.
+using StepStats = StepParts<Stats>;  // ms, of several steps
+// A way to train, and what its steps take.
 struct WayRun {
     string name;
-    // peak of a rank, in bytes; oom: the same where it does not fit, else 0
-    size_t predicted = 0, oom = 0;
-    StepStats ms{};   // the mean over the ranks
-    double loss = 0;  // of the last step, likewise
-    MemoryUse use{};  // of this rank, in these steps
+    size_t predicted = 0;  // a rank's peak, in bytes
+    size_t oom = 0;        // the same where it does not fit, else 0
+    StepStats ms{};        // the mean over the ranks
+    double loss = 0;       // of the last step; the mean over the ranks
+    MemoryUse use{};       // of this rank, in these steps
 };
-// Where it fits, makes a trainer, warms up, and times steps of n batches. `see` is called before
-// the first step and after each, also of the warm-up.
+// If it fits, makes a trainer, warms up, and times steps of n batches; fills r. Calls `see` before
+// the first step and after each one, also in the warm-up.
 void run_way(
     WayRun& r, const Communicator& c, const Options& o, const MakeTrainer& make, int n = 1,
     const function<void(Trainer& t)>& see = [](Trainer&) {});
-// With --trace, behind a way's last timed step: one more. name: a literal, for its range.
+// With --trace, takes one more step behind the last timed one, and adds its trace. Its range has
+// the name, which has to be a literal.
 void trace_step(Trainer& t, const char* name, const Options& o, const ModelConfig& config,
                 vector<Trace>& traces);
-// True in rank 0 of several, where one way ran, or all did; else it says why not. Fails where none
-// did.
+// Returns true on rank 0 of several ranks if all ways (`all` false: at least one) ran. Else rank 0
+// prints that there is nothing to compare. Fails if no way ran.
 bool can_compare(const Communicator& c, const vector<WayRun>& runs, bool all = true);
-// A row for each way: a step's time and its parts, or the bytes that it did not find.
+// Returns a table of steps without rows. add_step adds a way's row: its step's time and parts, or
+// the bytes that did not fit.
 Table step_table(const string& caption, const char* what);
 void add_step(Table& table, const WayRun& r);
 inline string mib_cell(double bytes) { return strprintf("%.1f", mib_of(bytes)); }
-// Every rank's values, of plain types, rank by rank.
+// Returns the values of all ranks, rank by rank. T is a plain type.
 template <class T>
 vector<T> gather(const Communicator& c, const vector<T>& mine) {
     const string bytes =
@@ -107,4 +124,5 @@ vector<T> gather(const Communicator& c, const vector<T>& mine) {
     memcpy((void*)all.data(), bytes.data(), bytes.size());
     return all;
 }
+// Returns the mean of what the ranks pass.
 double mean_over_ranks(const Communicator& c, double mine);

@@ -1,12 +1,18 @@
-// fast_ways.h: what fast/ does in place of the plain ways.
+// fast_ways.h: AdamW on flat weights, which layers.cu and fast/adamw.cu share, and the tables by
+// which fast/ enters layers.cu, model.cu, ddp.cu and fsdp.cu. Read these files' plain ways first:
+// without fast/ they are all there is.
 #pragma once
 #include "cs336.h"
 
-struct AdamWScalars {  // of one step
+// -------------------------------------------------------------------------------------------------
+// layers.cu: AdamW. An arena is one flat tensor with a value for each weight (see Model).
+
+// The numbers of one step; t counts the steps from 1.
+struct AdamWScalars {
     float decay, beta1, beta2, eps, step_size, gradient_scale;
 };
-AdamWScalars scalars_of(const AdamW& a, int t, float gradient_scale);  // t: the step, from 1
-// Of one element. bf16 is rounded once, as it is stored: what PyTorch's fused AdamW does.
+AdamWScalars scalars_of(const AdamW& a, int t, float gradient_scale);
+// Steps one element. bf16 is rounded once, as it is stored: what PyTorch's fused AdamW does.
 template <class P, class G>
 HD inline void adamw_element(P* p_io, G g_in, P* m_io, P* v_io, AdamWScalars s) {
     Wide<P> p = *p_io, m = *m_io, v = *v_io, g = (Wide<P>)g_in * s.gradient_scale;
@@ -15,19 +21,26 @@ HD inline void adamw_element(P* p_io, G g_in, P* m_io, P* v_io, AdamWScalars s) 
     p = p * s.decay - s.step_size * m / (std::sqrt(v) + s.eps);
     *p_io = p, *m_io = m, *v_io = v;
 }
+// A gradient, and where its weights and moments begin in their arenas, in elements.
 struct FlatGradient {
     Tensor g;
-    int64_t offset;  // of its weights and moments, in their arenas
+    int64_t offset;
 };
-double square_sum(const vector<FlatGradient>& gradients);  // waits for the device
-// For flat p, m and v; t: the step, from 1.
+// Returns the sum of the squares of all gradients. Waits for the device.
+double square_sum(const vector<FlatGradient>& gradients);
+// Steps the weights that have these gradients, by the fastest way that is there. p is the arena of
+// the weights, m and v are those of the moments.
 void adamw_update(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
                   const Tensor& v, const AdamW& a, int t, float gradient_scale = 1);
 using AdamWUpdate = void(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
                          const Tensor& v, AdamWScalars s);
-AdamWUpdate adamw_plain;  // the plain way of the same
+AdamWUpdate adamw_plain;  // the plain loop, or on the GPU the plain kernel
 
-// The fused ops of layers.cu, below the tape: each reads its last tensors and writes its first.
+// -------------------------------------------------------------------------------------------------
+// The tables
+
+// The fused ops of layers.cu, below the tape: layers.cu calls them, and records what they did. Each
+// op reads its last tensors and writes its first ones.
 struct LayerOps {
     // A null delta: x is x_in.
     void (*add_rmsnorm)(const Tensor& y, const Tensor& x, const Tensor& r, const Tensor& x_in,
@@ -48,32 +61,36 @@ struct LayerOps {
     void (*cross_entropy_backward)(const Tensor& dl, const Tensor& l, const Tensor& lse,
                                    const Tensor& targets, const Tensor& dloss, int64_t N);
 };
-// What fast/ does in place of the plain ways, or besides; null without it.
+// What fast/ does in place of the plain ways, or besides. Every field is null without fast/.
 struct FastWays {
     const LayerOps* layers;  // on the GPU
     AdamWUpdate* adamw;
-    // It may keep a model's weights, in their place, in a form that only forward, backward and
-    // AdamW can read. Whoever else reads or writes them restores them first.
+    // keep_weights may bring a model's weights, in their place, into a form that only forward,
+    // backward and AdamW can read. All other code restores them before it reads or writes them.
     void (*keep_weights)(Model& model);
-    void (*ready_weights)(Model& model);  // for a forward in this context
+    void (*ready_weights)(Model& model);  // forward calls it; restores them if its context has to
     void (*restore_weights)(Model& model);
-    // The same for FSDP's part of a unit. Where it is kept so, `part` becomes a view in the dtype
-    // that products take, while AdamW goes on with the shard's.
+    // The same for a part, which is what a rank keeps of a unit under FSDP. Where keep_part changes
+    // the form, `part` becomes a view in the dtype that products take, and AdamW goes on with the
+    // shard, in which the part lies. restore_part returns false if the form was the plain one.
     void (*keep_part)(Tensor& part, DType products);
-    bool (*restore_part)(Tensor& part);  // false: it was plain
-    // CUDA graphs.
-    bool (*graphs_take)(const Model& model);  // in this context
+    bool (*restore_part)(Tensor& part);
+    // CUDA graphs launch all kernels of a step by one call. graphs_take says whether they can run
+    // this model in this context.
+    bool (*graphs_take)(const Model& model);
     Tensor (*forward_backward)(Model& model, const Batch& batch, float loss_scale,
                                const function<void()>& between);
     Tensor (*infer)(Model& model, const Tensor& tokens);
-    // NCCL beside products; both of the first are collective.
+    // NCCL beside products. All ranks call the first two together. allocate_shared runs f, and puts
+    // what f allocates where copy engines can move it. free_shared frees what is not used any more.
     void (*allocate_shared)(const Communicator& c, const function<void()>& f);
     void (*free_shared)(const Communicator& c);
     WorkPtr (*all_reduce_beside)(const Communicator& c, const Tensor& t, Reduction how);
+    // Runs f when the collective has ended, and returns at once, with a work that ends with f.
     WorkPtr (*run_behind)(const WorkPtr& work, const function<void()>& f);
 };
 inline FastWays fast_ways;
-// Runs f, in which all ranks allocate what collectives move.
+// Runs f, in which all ranks allocate the tensors that collectives move.
 inline void allocate_shared(const Communicator& c, const function<void()>& f) {
     if (fast_ways.allocate_shared) {
         fast_ways.allocate_shared(c, f);
