@@ -170,7 +170,7 @@ struct Planning : RestoreContext {  // within its scope memory is counted, and n
     }
 };
 
-// Returns the number of GPUs; where it is 0, *why says for what reason.
+// Returns the number of GPUs. If it is 0, *why says why.
 int cuda_devices(string* why = nullptr);
 // want: auto, cpu or cuda. Auto takes a GPU if there is one, and says on stderr what it took.
 Device choose_device(const string& want, int gpu = 0);
@@ -178,7 +178,8 @@ void synchronize();  // waits for all that context.device has been given
 // "NVIDIA H200, driver 580.159, CUDA 13.0, 141 GB" | "AMD EPYC, 2 threads, OpenBLAS Zen"
 string device_description();
 size_t available_memory(Device d);  // bytes that could be allocated now
-// Bytes of the CPU's memory that Linux, our control group and RLIMIT_AS leave. group: a folder.
+// Returns how many bytes of the CPU's memory Linux, our control group and RLIMIT_AS leave. group: a
+// folder.
 size_t system_memory(const char* group = nullptr);
 int cpu_threads();
 // The first call of main(): it may start the program anew, with other environment variables.
@@ -200,13 +201,13 @@ constexpr Source here(const char* file = __builtin_FILE(), int line = __builtin_
                       const char* function = __builtin_FUNCTION()) {
     return {file, line, function};
 }
-// Something that gives buffers their memory in place of our pools.
+// Gives buffers their memory in place of our pools.
 struct Places {
     // Whether each buffer counts by itself. If not, all lie in one buffer, which counts already.
     bool counted = false;
     virtual ~Places() = default;
     // Sets *at to the memory of a new buffer, or leaves it null: then the pool has to give it.
-    // Returns a number of its own choice, by which give() takes the buffer back.
+    // Returns a number for the buffer, of its own choice; give() gets it when the buffer is freed.
     virtual size_t take(size_t bytes, void** at) = 0;
     virtual void give(size_t number) = 0;
 };
@@ -216,15 +217,15 @@ struct Memory {  // a buffer; it is freed, in the stream's order, when its last 
     Device device;
     Category category;
     const char* op;             // the innermost range that was open
-    Source at;                  // who asked for it
-    shared_ptr<Places> places;  // that were asked first; null: none
-    size_t number;              // by which they know it
-    bool placed = false;        // they gave the memory, so nobody else frees it
+    Source at;                  // the line that allocated it
+    shared_ptr<Places> places;  // the places that were asked for its memory; null: none
+    size_t number;              // what their take() returned for it
+    bool placed = false;        // true: they gave its memory, so only they free it
     ~Memory();
 };
 // Returns a new buffer, or throws OutOfMemory.
 shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Source at = here());
-// Runs f. What f allocates, except on the CPU, is asked of these places first.
+// Runs f. Asks these places first for the memory of what f allocates, but for the CPU's.
 void allocate_in(const shared_ptr<Places>& places, const function<void()>& f);
 // Copies, and waits for the end.
 void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes);
@@ -238,16 +239,16 @@ struct MemoryUse {  // bytes
 const MemoryUse& memory_use(Device device);
 void reset_peak(Device device);  // to what is in use now
 
-// What the log of a device holds. While the log is on, each allocation waits for the GPU, so the
-// times are the GPU's own.
+// An entry in the log of a device's memory. While the log is on, each allocation waits for the GPU,
+// so the times are the GPU's own.
 struct MemoryEvent {
     double ms;      // since start_memory_log
     bool is_alloc;  // false: a free
     uint64_t address;
     size_t bytes;
     Category category;
-    vector<const char*> ranges;  // that were open, the outermost first
-    Source at;                   // who allocated it
+    vector<const char*> ranges;  // the ranges that were open, the outermost first
+    Source at;                   // the line that allocated it
 };
 // The log begins with an allocation, at 0 ms, of each buffer that is there.
 void start_memory_log(Device device);
@@ -256,8 +257,8 @@ vector<MemoryEvent> stop_memory_log();
 // -------------------------------------------------------------------------------------------------
 // device.cu: time, ends by a signal, files, this program started anew
 
-double now_ms();  // by a clock that nobody sets
-struct Mark {     // a moment in a GPU's stream; on the CPU, and of Gloo, one of the host's clock
+double now_ms();  // by a clock that is never set
+struct Mark {     // a moment in a GPU's stream; on the CPU, and for Gloo, one of the host's clock
     double ms = 0;
     shared_ptr<void> event;  // a cudaEvent_t; null: on the CPU
 };
@@ -438,8 +439,8 @@ struct Tensor {
     }
 };
 
-// The three return a new, row-major tensor; empty() and zeros() make it on context.device. at: who
-// asked for it, for the memory log.
+// These return a new, row-major tensor; empty() and zeros() make it on context.device. at: the line
+// that asks for it, for the memory log.
 Tensor empty(const Shape& shape, DType dtype, Category category = ACTIVATIONS, Source at = here());
 Tensor zeros(const Shape& shape, DType dtype, Category category = ACTIVATIONS, Source at = here());
 Tensor empty_on(Device device, const Shape& shape, DType dtype, Category category = ACTIVATIONS,
@@ -515,13 +516,14 @@ void record(Tensor& y, const vector<Tensor>& inputs, function<void(const Tensor&
 // Adds dx to g; without g it does nothing. If it is the first, g shares dx's memory, unless it is a
 // parameter's, which copies.
 void add_gradient(const GradientPtr& g, const Tensor& dx);
-// For ops whose own kernel writes a gradient, or adds to it: returns the tensor to write to, and
-// whether to add to what it holds.
+// Returns the tensor to which an op's own kernel writes a gradient. *accumulate says whether the
+// kernel has to add to what the tensor holds.
 Tensor gradient_target(const GradientPtr& g, bool* accumulate);
-// The same for kernels that can write g's own dtype only.
+// Does the same for a kernel that can only write g's own dtype: calls `write` with that tensor, or
+// with another one that is added afterwards.
 void write_gradient(const GradientPtr& g,
                     const function<void(const Tensor& target, bool accumulate)>& write);
-// If context.recompute: linear() does not keep y, and its backward calls again() instead.
+// If context.recompute is set, linear() does not keep y, and its backward calls again() for it.
 void recompute_by(const Tensor& y, const function<Tensor()>& again);
 // Adds to the gradients of all that led to the loss, whose own gradient is `scale`; empties the
 // tape.
