@@ -34,7 +34,7 @@ static Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v,
     Tensor s, p;
     {
         Range r("scores");
-        s = scale(matmul(q, k, true), 1 / std::sqrt((double)q.dim(-1)));
+        s = scale(matmul(q, k, true), 1 / sqrt((double)q.dim(-1)));
     }
     if (causal) {
         Range r("mask");
@@ -317,7 +317,7 @@ static void answer_pytorch_attention(const AttentionRuns& runs, const TooLong& t
            "S^2, dP among them.",
            t.S, D, mib_of(t.peak) / 1024, mib_of(t.available) / 1024, GRID_BATCH, t.S,
            mib_of(2 * square) / 1024, mib_of(20.0 * GRID_BATCH * t.S * D),
-           mib_of(8.0 * GRID_BATCH * t.S), std::floor(t.peak / square));
+           mib_of(8.0 * GRID_BATCH * t.S), floor(t.peak / square));
     answer("a",
            "FlashAttention removes this cost: it keeps L, one number per query, and computes P "
            "again in backward. It would hold q, k, v, O, dO and L, %.1f MiB.",
@@ -376,11 +376,9 @@ static void softmax_cpu(T* S, Wide<T>* L, int64_t N, int Tq, int Tk, bool causal
         Number m = -INFINITY;
         double sum = 0;
         for (int j = 0; j < keys; j++) { m = std::max<Number>(m, s[j]); }
-        for (int j = 0; j < keys; j++) { sum += std::exp(s[j] - m); }
-        for (int j = 0; j < Tk; j++) {
-            s[j] = j < keys ? Number(std::exp(s[j] - m) / sum) : Number(0);
-        }
-        if (L) { L[n] = Number(m + std::log(sum)); }
+        for (int j = 0; j < keys; j++) { sum += exp(s[j] - m); }
+        for (int j = 0; j < Tk; j++) { s[j] = j < keys ? Number(exp(s[j] - m) / sum) : Number(0); }
+        if (L) { L[n] = Number(m + log(sum)); }
     }
 }
 
@@ -504,7 +502,7 @@ static Tensor attention_fused(const Tensor& q_in, const Tensor& k_in, const Tens
     Tensor q = contiguous(autocast_operand(q_in));
     Tensor k = contiguous(autocast_operand(k_in));
     Tensor v = contiguous(autocast_operand(v_in));
-    const double scale = 1 / std::sqrt((double)q.dim(-1));
+    const double scale = 1 / sqrt((double)q.dim(-1));
     Tensor p = empty({q.dim(0), q.dim(1), q.dim(2), k.dim(2)}, q.dtype);
     Tensor o = empty(q.shape, q.dtype);
 
@@ -704,7 +702,7 @@ static double weighted_sum_error(const WeightedSum& t) {
     double error = 0;
     auto check = [&](const Tensor& got, const Tensor& want, int64_t terms) {
         // The rounding errors of a sum are a random walk.
-        const double tolerance = 1e-6 * std::sqrt((double)terms) + 1e-6;
+        const double tolerance = 1e-6 * sqrt((double)terms) + 1e-6;
         const Comparison c = compare(got, want, tolerance, 4 * tolerance);
         if (!c.ok()) {
             fail("weighted_sum of %s: %s", to_string(t.x.shape).c_str(), to_string(c).c_str());
@@ -744,7 +742,7 @@ static MemoryRates weighted_sum_row(Table& table, int64_t N, int64_t D) {
 
 // Prints for each pass whether it moves at least 0.8 of the bytes per second that a copy moves.
 static void answer_weighted_sum(const MemoryRates& r) {
-    for (auto [pass, rate] : {std::pair{"forward", r.forward}, {"backward", r.backward}}) {
+    for (auto [pass, rate] : {pair{"forward", r.forward}, {"backward", r.backward}}) {
         answer("", "Memory %s %s of the largest x: it moves %.1f GB/s, a copy of x %.1f.",
                rate >= 0.8 * r.copy ? "bounds" : "does not bound", pass, rate, r.copy);
     }
@@ -760,7 +758,7 @@ int cmd_weighted_sum(const Options& o) {
         "weighted_sum: forward and backward, fp32, median of 10 runs after 2, errors against fp64",
         {"N", "D", "forward ms", "GB/s", "backward ms", "GB/s", "copy GB/s", "max error"}};
     for (auto [N, D] :
-         {std::pair{1, 1}, {1, 7}, {3, 1}, {31, 33}, {257, 129}, {1000, 1023}, {5, 4097}}) {
+         {pair{1, 1}, {1, 7}, {3, 1}, {31, 33}, {257, 129}, {1000, 1023}, {5, 4097}}) {
         weighted_sum_row(table, N, D);
     }
     const MemoryRates largest =

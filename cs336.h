@@ -8,9 +8,9 @@
 //   profile.cu    1.1.4 and 1.1.6: which kernels take a step's time, and where its memory goes
 //   ddp.cu        2 and 3: all-reduce, data parallel training in four ways, the sharded optimizer
 //   fsdp.cu       the 2026 handout's 7 to 9: FSDP, the calculations, the 8.1B step
-//   main.cu       the command line
-// Three more headers hold what fewer files share: attention.h (attention.cu, flash.cu, fast/),
-// ddp.h (ddp.cu, fsdp.cu) and fast_ways.h (what fast/ does in place of the plain ways).
+//   train.cu      `train` on a text, `model` on your weights;  main.cu  the command line
+// Fewer files share attention.h (attention.cu, flash.cu, fast/), ddp.h (ddp.cu, fsdp.cu) and
+// fast_ways.h (what fast/ does in place of the plain ways).
 //
 // Letters, where a section does not define its own:
 //   B batch, T positions (context length; the handout's S), C model width d_model, H heads,
@@ -63,6 +63,7 @@ struct LossScaler {
     int good_steps = 0, growth_interval = 2000;
 };
 void update_scale(LossScaler& scaler, bool found_inf);
+float loss_scale_of(const LossScaler& scaler);  // returns the scale, but 1 unless in fp16
 
 // -------------------------------------------------------------------------------------------------
 // layers.cu: the model's ops, in the order of the forward pass. Each runs in context.mode, and
@@ -102,6 +103,7 @@ extern const vector<ModelConfig> model_sizes;
 // Returns the size that --d_model, --d_ff, ... make, else those of --size. It is a usage error if
 // one cannot be a model.
 vector<ModelConfig> configs_of(const Options& o);
+void check_config(const ModelConfig& c);  // refuses heads that RoPE cannot turn
 
 // An arena is one flat tensor with a value for each weight: the weights, their gradients, or one of
 // AdamW's two moments. All arenas are laid out alike. A unit is what FSDP gathers at once: unit 0

@@ -94,7 +94,7 @@ static void answer_distributed_communication_single_node(const vector<AllReduceG
         const AllReduceGroup*& first = group.nccl ? first_of_nccl : first_of_gloo;
         const char* who = group.nccl ? "NCCL" : "Gloo";
         const double small = group.ms[0], large = group.ms[last];
-        if (std::isnan(large)) { continue; }
+        if (isnan(large)) { continue; }
         if (!first) {
             first = &group;
             // If bandwidth alone counted, it would take mb times as long.
@@ -135,8 +135,8 @@ static void print_all_reduces(const Options& options, const vector<AllReduceGrou
     for (const AllReduceGroup& group : groups) {
         for (int i = 0; i < number_of_sizes(options); i++) {
             const double rate = SIZES_MB[i] / group.ms[i];  // MB per ms are GB/s
-            const string ms = std::isnan(rate) ? oom_cell(bytes_needed(group, i))
-                                               : strprintf("%.3f", group.ms[i]);
+            const string ms =
+                isnan(rate) ? oom_cell(bytes_needed(group, i)) : strprintf("%.3f", group.ms[i]);
             table.row(group.nccl ? "nccl" : "gloo", group.nccl ? "cuda" : "cpu", group.ranks,
                       SIZES_MB[i], ms, rate, rate * ring(group.ranks));
         }
@@ -170,7 +170,7 @@ static void run_as_rank(const Communicator& c, const Options& options) {
 // Starts 2, 4 and 6 ranks with Gloo and with NCCL, one group after the other, and adds to `missing`
 // what this machine cannot run. Returns the exit code of the first group that failed, or 0.
 static int run_groups(const Options& options, vector<string>& missing) {
-    for (auto [backend, device] : {std::pair("gloo", CPU), {"nccl", CUDA}}) {
+    for (auto [backend, device] : {pair("gloo", CPU), {"nccl", CUDA}}) {
         if (options.device == (device == CPU ? "cuda" : "cpu")) { continue; }
         for (int n : {2, 4, 6}) {
             const string why = why_not(backend, device, n);
@@ -180,7 +180,7 @@ static int run_groups(const Options& options, vector<string>& missing) {
             }
             progress("all-reduce: %s, %d ranks", backend, n);
             vector<string> words = options.command_line;
-            words.insert(words.end(), {"--nproc", std::to_string(n), "--backend", backend});
+            words.insert(words.end(), {"--nproc", to_string(n), "--backend", backend});
             if (const int code = launch_ranks(n, words, options.timeout)) { return code; }
         }
     }
@@ -196,7 +196,7 @@ int cmd_distributed_communication_single_node(const Options& options) {
 
     FILE* results = tmpfile();
     if (!results) { fail("tmpfile: %s", strerror(errno)); }
-    setenv(RESULTS, std::to_string(fileno(results)).c_str(), true);
+    setenv(RESULTS, to_string(fileno(results)).c_str(), true);
     vector<string> missing;
     if (const int code = run_groups(options, missing)) { return code; }
 
@@ -408,7 +408,7 @@ Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strat
                               double bucket_mb) {
     Trainer trainer;
     trainer.c = c;
-    trainer.model = std::move(model);
+    trainer.model = move(model);
     allocate_shared(c, [&] { make_gradients(trainer.model); });
     trainer.d = data_parallel(c, strategy, bucket_mb, trainer.model);
     DataParallel& parallel = *trainer.d;
@@ -436,16 +436,16 @@ double norm_over_ranks(const Communicator& c, double square_sum) {
     if (context.device == META) { return 1; }
     Tensor sum = from_floats({(float)square_sum}, {1});
     wait(c, all_reduce(c, sum, SUM));
-    return std::sqrt(to_floats(sum)[0]);
+    return sqrt(to_floats(sum)[0]);
 }
 
 // Makes a trainer step with this optimizer in place of the model's own.
 static void attach(Trainer& trainer, const Optimizer& optimizer) {
-    trainer.sharded = std::make_shared<Optimizer>(optimizer);
+    trainer.sharded = make_shared<Optimizer>(optimizer);
     trainer.step_optimizer = [](Trainer& t) {
         // It is needed in fp16 alone, to see whether any rank has inf or NaN. So it does not matter
         // that gradients which are averages already count once for each rank.
-        auto norm = [&] { return norm_over_ranks(t.c, std::pow(gradient_norm(t.model), 2)); };
+        auto norm = [&] { return norm_over_ranks(t.c, pow(gradient_norm(t.model), 2)); };
         return guarded_step(t.scaler, 0, norm, [&](float gradient_scale) {
             step_parameter_groups(*t.sharded, gradient_scale);
         });
@@ -454,7 +454,7 @@ static void attach(Trainer& trainer, const Optimizer& optimizer) {
 
 Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding, const AdamW& adamw) {
     if (fast_ways.restore_weights) { fast_ways.restore_weights(model); }
-    Trainer t = data_parallel_trainer(c, std::move(model), sharding == ZERO1 ? NO_SYNC : FLAT, 0);
+    Trainer t = data_parallel_trainer(c, move(model), sharding == ZERO1 ? NO_SYNC : FLAT, 0);
     attach(t, {c, sharding});
     add_parameter_group(*t.sharded, {t.model.weights, t.model.gradients, adamw});
     return t;
@@ -487,9 +487,9 @@ void train_both(const Communicator& c, Trainer& ours, Trainer& whole, uint64_t s
 void compare(WeightsCheck& check, const Tensor& got, const Tensor& want, double atol, double rtol) {
     const vector<double> a = to_doubles(got), b = to_doubles(want);
     for (size_t i = 0; i < a.size(); i++) {
-        const double difference = std::fabs(a[i] - b[i]);
-        if (!(difference <= atol + rtol * std::fabs(b[i]))) { check.match = false; }  // also NaN
-        if (difference > check.max || std::isnan(difference)) { check.max = difference; }
+        const double difference = fabs(a[i] - b[i]);
+        if (!(difference <= atol + rtol * fabs(b[i]))) { check.match = false; }  // also NaN
+        if (difference > check.max || isnan(difference)) { check.max = difference; }
         check.sum += difference;
         check.n++;
     }
@@ -899,7 +899,7 @@ static void print_steps(const string& caption, const vector<DdpRun>& runs, const
 // flat (116.98 ms)", "level with flat (116.98 ms) within twice the standard error", or "too noisy
 // to compare with naive (133.12 ms)".
 static string against(const Stats& ours, const Stats& theirs, const char* name) {
-    const double times = ours.mean / theirs.mean, percent = 100 * std::fabs(times - 1);
+    const double times = ours.mean / theirs.mean, percent = 100 * fabs(times - 1);
     const string they = strprintf("%s (%.2f ms)", name, theirs.mean);
     const char* why_level = level(ours, theirs);
     if (why_level && percent > 10) { return "too noisy to compare with " + they; }
@@ -1205,7 +1205,7 @@ enum Moment { AFTER_INIT, BEFORE_STEP, AFTER_STEP };
 struct ShardingRun : WayRun {
     Sharding sharding;
     // by Moment: its name, and the peak since the one before
-    vector<std::pair<const char*, MemoryUse>> peaks{};
+    vector<pair<const char*, MemoryUse>> peaks{};
     ShardingRun(const char* name, Sharding s) : WayRun{name}, sharding(s) {}
 };
 
@@ -1254,7 +1254,7 @@ static void answer_optimizer_state_sharding_accounting(const vector<ShardingRun>
            "after it. Sharded, it is %.1f, %.1f and %.1f MiB.",
            peak(whole, AFTER_INIT), peak(whole, BEFORE_STEP), peak(whole, AFTER_STEP),
            peak(ours, AFTER_INIT), peak(ours, BEFORE_STEP), peak(ours, AFTER_STEP));
-    const bool as_expected = std::fabs(state(ours) / state(whole) - 1.0 / ranks) < 0.01;
+    const bool as_expected = fabs(state(ours) / state(whole) - 1.0 / ranks) < 0.01;
     answer("a",
            "Before the step weights take %.1f MiB and gradients %.1f MiB. The step adds AdamW's "
            "moments: %.1f MiB unsharded, %.1f MiB sharded, which is %s 1/%d.",

@@ -18,8 +18,10 @@ HD inline void adamw_element(P* p_io, G g_in, P* m_io, P* v_io, AdamWScalars s) 
     Wide<P> p = *p_io, m = *m_io, v = *v_io, g = (Wide<P>)g_in * s.gradient_scale;
     m = s.beta1 * m + (1 - s.beta1) * g;
     v = s.beta2 * v + (1 - s.beta2) * g * g;
-    p = p * s.decay - s.step_size * m / (std::sqrt(v) + s.eps);
-    *p_io = p, *m_io = m, *v_io = v;
+    p = p * s.decay - s.step_size * m / (sqrt(v) + s.eps);
+    *p_io = p;
+    *m_io = m;
+    *v_io = v;
 }
 // A gradient, and where its weights and moments begin in their arenas, in elements.
 struct FlatGradient {
@@ -55,11 +57,6 @@ struct LayerOps {
                    const Tensor& rope, bool backward);
     void (*swiglu)(const Tensor& g, const Tensor& h);
     void (*swiglu_backward)(const Tensor& dh, const Tensor& dg, const Tensor& h);
-    void (*cross_entropy)(const Tensor& loss, const Tensor& lse, const Tensor& l,
-                          const Tensor& targets);
-    // dl may be l. The loss is the mean over N rows, of which l may hold a part.
-    void (*cross_entropy_backward)(const Tensor& dl, const Tensor& l, const Tensor& lse,
-                                   const Tensor& targets, const Tensor& dloss, int64_t N);
 };
 // What fast/ does in place of the plain ways, or besides. Every field is null without fast/.
 struct FastWays {

@@ -118,10 +118,10 @@ static void flash_forward_tile_cpu(const AttentionArgs& a, int D, int head, int 
             }
             float sum = 0;
             for (int j = 0; j < N; j++) {  // step 3
-                s[j] = std::exp(s[j] - larger);
+                s[j] = exp(s[j] - larger);
                 sum += s[j];
             }
-            const float shrink = std::exp(m[i] - larger);
+            const float shrink = exp(m[i] - larger);
             l[i] = l[i] * shrink + sum;    // step 4
             for (int d = 0; d < D; d++) {  // step 5
                 O[i * D + d] *= shrink;
@@ -137,7 +137,7 @@ static void flash_forward_tile_cpu(const AttentionArgs& a, int D, int head, int 
     for (int i = 0; i < M; i++) {  // step 6
         float* o = row_of(a.o, a, head, q0 + i);
         for (int d = 0; d < D; d++) { o[d] = O[i * D + d] / l[i]; }
-        a.L[(int64_t)head * a.Tq + q0 + i] = m[i] + std::log(l[i]);
+        a.L[(int64_t)head * a.Tq + q0 + i] = m[i] + log(l[i]);
     }
 }
 
@@ -174,7 +174,7 @@ static void flash_backward_tile_cpu(float* P, float* dS, const TileOfS& t, int f
             delta += o[i * a.o.row + d] * dO[i * a.dO.row + d];
         }
         for (int j = 0; j < N; j++) {
-            p[j] = std::exp(p[j] - L[i]);              // step 8
+            p[j] = exp(p[j] - L[i]);                   // step 8
             ds[j] = p[j] * (ds[j] - delta) * a.scale;  // step 11, and the scale of 12 and 13
         }
     }
@@ -547,7 +547,7 @@ struct Reference {
 static void add_query(Reference& r, const AttentionTensors& t, double u, double tiny, int64_t head,
                       int64_t i) {
     const int64_t D = t.q.dim(3), query = head * t.q.dim(2) + i;
-    const double scale = 1 / std::sqrt((double)D);
+    const double scale = 1 / sqrt((double)D);
     auto row = [&](const Tensor& x, int64_t n) {
         return x.as<double>() + (head * x.dim(2) + n) * D;
     };
@@ -567,15 +567,15 @@ static void add_query(Reference& r, const AttentionTensors& t, double u, double 
     for (int j = 0; j < n; j++) {
         s[j] = scale * std::inner_product(q, q + D, row(t.k, j), 0.0);
         m = std::max(m, s[j]);
-        largest = std::max(largest, std::fabs(s[j]));
+        largest = std::max(largest, fabs(s[j]));
     }
-    for (int j = 0; j < n; j++) { sum += std::exp(s[j] - m); }
-    const double L = m + std::log(sum);
+    for (int j = 0; j < n; j++) { sum += exp(s[j] - m); }
+    const double L = m + log(sum);
     const double e = u * (1 + largest);
     r.results[OF_L].as<double>()[query] = L;
     r.bounds[OF_L].as<double>()[query] = e * e;
     for (int j = 0; j < n; j++) {
-        p[j] = std::exp(s[j] - L);
+        p[j] = exp(s[j] - L);
         add(OF_O, i, p[j], e * p[j], row(t.v, j));
     }
     if (!t.dO) { return; }
@@ -592,7 +592,7 @@ static void add_query(Reference& r, const AttentionTensors& t, double u, double 
     }
     for (int j = 0; j < n; j++) {
         const double ds = scale * p[j] * (dp[j] - Di);
-        const double error = std::sqrt(square(e * (dp[j] - Di)) + square(u * dp[j]) + Di_error);
+        const double error = sqrt(square(e * (dp[j] - Di)) + square(u * dp[j]) + Di_error);
         add(OF_DQ, i, ds, scale * p[j] * error, row(t.k, j));
         add(OF_DK, j, ds, scale * p[j] * error, q);
     }
@@ -606,8 +606,7 @@ static Reference reference(const AttentionTensors& in, DType stored) {
     const AttentionTensors t = as_type(F64, in);
     const int64_t heads = t.q.dim(0) * t.q.dim(1), Tq = t.q.dim(2);
     const double longest_sum = std::max({Tq, t.k.dim(2), t.q.dim(3)});
-    const double u =
-        roundoff(stored) + roundoff(stored == F64 ? F64 : F32) * std::sqrt(longest_sum);
+    const double u = roundoff(stored) + roundoff(stored == F64 ? F64 : F32) * sqrt(longest_sum);
     const double tiny = stored == F16 ? 0x1p-25 : 0;
 
     Reference r;
@@ -625,7 +624,7 @@ static Reference reference(const AttentionTensors& in, DType stored) {
         const double* x = r.results[k].as<double>();
         double* bound = r.bounds[k].as<double>();
         for (int64_t i = 0; i < r.results[k].size(); i++) {
-            bound[i] = SIGMAS * (std::sqrt(bound[i]) + u * std::fabs(x[i]) + tiny);
+            bound[i] = SIGMAS * (sqrt(bound[i]) + u * fabs(x[i]) + tiny);
         }
     }
     return r;
@@ -659,10 +658,9 @@ static ResultError error_of(const Tensor& got, const Tensor& want, const Tensor&
     const vector<double> x = to_doubles(got), y = to_doubles(want), b = to_doubles(bound);
     ResultError e;
     for (size_t i = 0; i < y.size(); i++) {
-        const double error = std::fabs(x[i] - y[i]);
+        const double error = fabs(x[i] - y[i]);
         e.largest = std::max(e.largest, error);
-        e.of_bound =
-            std::max(e.of_bound, std::isfinite(error) ? error / (b[i] + DBL_MIN) : INFINITY);
+        e.of_bound = std::max(e.of_bound, isfinite(error) ? error / (b[i] + DBL_MIN) : INFINITY);
     }
     return e;
 }
@@ -940,7 +938,7 @@ int cmd_attention(const Options& o) {
     const Shape shapes[] = {shape, Shape(shape.begin(), shape.end() - 1), shape, fk.shape,
                             fk.shape};
     vector<Tensor> kept;  // until the file is written
-    vector<std::pair<string, FileTensor>> out;
+    vector<pair<string, FileTensor>> out;
     for (size_t i = 0; i < outputs.size(); i++) {
         kept.push_back(view(to_device(contiguous(outputs[i]), CPU), 0, shapes[i]));
         out.push_back({names[i], describe(kept.back())});

@@ -43,8 +43,8 @@ struct Fsdp {
     vector<FsdpUnit> units;
     // the own part of each unit, then the replicated weights
     ParameterGroup shard;
-    std::map<string, int64_t> replicated_at;  // by name: its first element there
-    int64_t replicated = 0;                   // where those begin
+    map<string, int64_t> replicated_at;  // by name: its first element there
+    int64_t replicated = 0;              // where those begin
     // of this backward; of all since the last step, or null
     Tensor replicated_gradients, replicated_sum;
     int in_buffer[2] = {-1, -1};  // the unit whose weights each buffer has
@@ -561,8 +561,8 @@ static string causes(const MemoryUse& other, const MemoryUse& fsdp, double saved
         if (category == PARAMETERS || category == GRADIENTS) { expected = saved; }
         const double mib =
             mib_of((double)fsdp.peak_by[category] - (double)other.peak_by[category] + expected);
-        if (std::fabs(mib) >= 0.05) {
-            parts.insert({-std::fabs(mib), strprintf("%s %+.1f", name_of(category), mib)});
+        if (fabs(mib) >= 0.05) {
+            parts.insert({-fabs(mib), strprintf("%s %+.1f", name_of(category), mib)});
         }
     }
     vector<string> all;
@@ -588,7 +588,7 @@ static void answer_fsdp_accounting(const vector<FsdpRun>& runs, int world, doubl
         const double saved = mib_of((double)run.use.peak - (double)fsdp.use.peak);
         const double more = saved - mib_of(held - part);
         answer("a", "FSDP takes %.1f MiB %s than %s. It takes %.1f MiB %s than expected (MiB: %s).",
-               std::fabs(saved), saved < 0 ? "more" : "less", name, std::fabs(more),
+               fabs(saved), saved < 0 ? "more" : "less", name, fabs(more),
                more < 0 ? "more" : "less",
                causes(run.use, fsdp.use, (full - part) / 4, moments).c_str());
     };
@@ -615,7 +615,7 @@ int cmd_fsdp_accounting(const Options& typed) {
         const ModelConfig config = choose_step(options, c);
         const uint64_t seed = options.seed;
         auto plain = [&] { return random_model(config, seed); };
-        const vector<std::pair<const char*, MakeTrainer>> ways = {
+        const vector<pair<const char*, MakeTrainer>> ways = {
             {"DDP", [&](auto& c) { return data_parallel_trainer(c, plain(), OVERLAPPED, 0); }},
             {"sharded optimizer", [&](auto& c) { return sharded_trainer(c, plain(), ZERO1); }},
             {"FSDP", [&](auto& c) { return fsdp_trainer(c, config, seed); }},
@@ -895,7 +895,7 @@ static void choose_what_runs_again(const Options& options, int world, double roo
     const double blocks = peak(true, {Checkpointing::GROUPS, 1});
     const int L = configs_of(options)[0].num_layers;
     auto enough = [&](double from, double to) {
-        return (int)std::ceil(L * (from - room) / (from - to));
+        return (int)ceil(L * (from - room) / (from - to));
     };
     if (ffns <= room) {
         context.checkpoint = {Checkpointing::FFN, enough(nothing, ffns)};

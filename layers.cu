@@ -97,7 +97,7 @@ static void add_rmsnorm_cpu(T* y,            // [N,C]
 
         double sum = 0;
         for (int64_t c = 0; c < C; c++) { sum += (double)x[c] * x[c]; }
-        Wide<T> r = (Wide<T>)(1 / std::sqrt(sum / C + eps));
+        Wide<T> r = (Wide<T>)(1 / sqrt(sum / C + eps));
 
         for (int64_t c = 0; c < C; c++) { y[n * C + c] = w[c] * (x[c] * r); }
         r_out[n] = r;
@@ -261,7 +261,7 @@ static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor&
     Tensor r = empty({x.size() / w.size()}, is_double ? F64 : F32);
     ops().add_rmsnorm(y, x, r, x_in, delta, w, eps);
 
-    auto dx_low = std::make_shared<Tensor>();
+    auto dx_low = make_shared<Tensor>();
     if (delta) {
         record(x, {x_in, delta},
                [dx_low, gx = x_in.gradient, gd = delta.gradient](const Tensor& dx) {
@@ -440,7 +440,7 @@ static void split_heads(const Layer& layer, const Tensor& y, const Tensor& rope_
 
     // Three outputs have one backward: v's step is recorded first, so it runs last, when all three
     // gradients are there.
-    auto dq = std::make_shared<Tensor>(), dk = std::make_shared<Tensor>();
+    auto dq = make_shared<Tensor>(), dk = make_shared<Tensor>();
     record(*v, {qkv}, [dq, dk, rope, g = qkv.gradient](const Tensor& dv) {
         Tensor dqkv = empty(g->shape, g->dtype);
         ops().rotate(dqkv, *dq, *dk, contiguous(dv), rope, true);
@@ -485,7 +485,7 @@ Tensor self_attention(const Layer& layer, const Tensor& y, const Tensor& rope, i
 
 template <class A>
 HD inline A sigmoid_of(A a) {
-    return 1 / (1 + std::exp(-a));
+    return 1 / (1 + exp(-a));
 }
 template <class T>
 struct Swiglu {
@@ -606,8 +606,8 @@ static void cross_entropy_cpu(Wide<T>* loss,       // [N]
         for (int64_t v = 0; v < V; v++) { largest = std::max<Wide<T>>(largest, l[v]); }
 
         double sum = 0;
-        for (int64_t v = 0; v < V; v++) { sum += std::exp(l[v] - largest); }
-        lse[n] = (Wide<T>)(largest + std::log(sum));
+        for (int64_t v = 0; v < V; v++) { sum += exp(l[v] - largest); }
+        lse[n] = (Wide<T>)(largest + log(sum));
         loss[n] = lse[n] - l[targets[n]];
     }
 }
@@ -624,7 +624,7 @@ static void cross_entropy_backward_cpu(T* dl,                    // [rows,V]
 #pragma omp parallel for if (rows > 64)
     for (int64_t n = 0; n < rows; n++) {
         for (int64_t v = 0; v < V; v++) {
-            Wide<T> p = std::exp(l[n * V + v] - lse[n]);
+            Wide<T> p = exp(l[n * V + v] - lse[n]);
             dl[n * V + v] = (p - (v == targets[n])) * dloss / N;
         }
     }
@@ -765,7 +765,8 @@ Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, 
 // -------------------------------------------------------------------------------------------------
 // The optimizer: the sum of all gradients' squares, in a fixed order, for their norm; then
 // AdamW (Loshchilov and Hutter, 2019), t = 1, 2, ... The weights decay first, as in PyTorch and the
-// 2026 handout; 2025's decay after the step. The code of these lines is adamw_element in cs336.h:
+// 2026 handout; 2025's decay after the step. The code of these lines is adamw_element in
+// fast_ways.h:
 //   p *= 1 - lr wd;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
 //   p -= lr sqrt(1 - b2^t)/(1 - b1^t) m / (sqrt(v) + eps)
 // p, m and v are each read and written once, 24 bytes per parameter in fp32, and g is read (2 or

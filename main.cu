@@ -14,7 +14,9 @@ using RunCommand = int(const Options& o);
 RunCommand cmd_mixed_precision_accumulation;
 // model.cu
 RunCommand cmd_benchmarking_script, cmd_benchmarking_mixed_precision, cmd_torch_compile;
-RunCommand cmd_gradient_checkpointing, cmd_model, cmd_train;
+RunCommand cmd_gradient_checkpointing;
+// train.cu
+RunCommand cmd_model, cmd_train;
 // profile.cu
 RunCommand cmd_nsys_profile, cmd_memory_profiling;
 // attention.cu
@@ -455,7 +457,7 @@ static int cmd_list(const Options&) {
         "2025, 2026: that handout's section; `cs336 <command> --help` shows a command's options",
         {"command", "2025", "2026", "points", "what"}};
     for (const Command& c : COMMANDS) {
-        table.row(c.id, c.section_2025, c.section_2026, c.points ? std::to_string(c.points) : "",
+        table.row(c.id, c.section_2025, c.section_2026, c.points ? to_string(c.points) : "",
                   c.what);
     }
     print(table);

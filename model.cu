@@ -90,7 +90,7 @@ static vector<WeightRow> weight_rows(Model& model) {
     vector<WeightRow> rows = {{"lm_head", {V, C}, L + 1, &model.lm_head},
                               {"ln_final", {C}, none, &model.ln_final}};
     for (int l = L - 1; l >= 0; l--) {
-        const string name = "layers." + std::to_string(l) + ".";
+        const string name = "layers." + to_string(l) + ".";
         Layer& layer = model.layers[l];
         rows.push_back({name + "ffn.w2", {C, F}, 1 + l, &layer.w2});
         rows.push_back({name + "ffn.w1", {F, C}, 1 + l, &layer.w1, &layer.w13, {2 * F, C}});
@@ -422,8 +422,8 @@ double guarded_step(LossScaler& scaler, double max_norm,
     double scale = 1 / loss_scale_of(scaler), norm = 0;
     if (fp16 || max_norm > 0) { norm = norm_of_gradients() * scale; }
 
-    if (fp16) { update_scale(scaler, !std::isfinite(norm)); }
-    if (!std::isfinite(norm)) { return norm; }
+    if (fp16) { update_scale(scaler, !isfinite(norm)); }
+    if (!isfinite(norm)) { return norm; }
 
     if (max_norm > 0 && norm > max_norm) { scale *= max_norm / (norm + 1e-6); }
     step((float)scale);
@@ -551,7 +551,7 @@ string caption_of(Mode mode) {
     string caption = name_of(mode);
     if (context.recompute) { caption += ", recompute"; }
     if (context.checkpoint) { caption += ", checkpoint " + name_of(context.checkpoint); }
-    if (context.head_chunk) { caption += ", head chunk " + std::to_string(context.head_chunk); }
+    if (context.head_chunk) { caption += ", head chunk " + to_string(context.head_chunk); }
     return caption;
 }
 const char* name_of(Phase phase) {
@@ -601,7 +601,7 @@ struct Sweep {  // what a command runs at one context length
 
     string caption(const string& what) const {
         set<string> vocabularies;
-        for (const ModelConfig& c : configs) { vocabularies.insert(std::to_string(c.vocab_size)); }
+        for (const ModelConfig& c : configs) { vocabularies.insert(to_string(c.vocab_size)); }
         return strprintf("%s; batch %d, context length: %d, vocabulary %s, warmup %d, steps %d",
                          what.c_str(), o.batch_size, o.context_length,
                          join({vocabularies.begin(), vocabularies.end()}, ",").c_str(),
@@ -806,7 +806,7 @@ static void answer_warmup(const StepRun& cold, const vector<int>& warmup, int st
         for (size_t i = 0; i + 1 < warmup.size(); i++) {
             const double mean = after_warmup(cold, warmup[i], steps).pass[pass].ms.mean;
             const double difference = mean - warm.ms.mean;
-            if (std::fabs(difference) <= noise) {
+            if (fabs(difference) <= noise) {
                 verdicts.push_back(strprintf("level with %d", warmup[i]));
                 continue;
             }

@@ -66,7 +66,7 @@ int cmd_mixed_precision_accumulation(const Options& o) {
         double exact_sum = ADDITIONS * (double)rounded(0.01f, row.addend);
         table.row(row.what, strprintf("%.7f", a.sum), strprintf("%.7f", a.sum - 10.0),
                   strprintf("%.7f", exact_sum - 10), strprintf("%.7f", a.sum - exact_sum),
-                  a.stalled < ADDITIONS ? std::to_string(a.stalled) : "");
+                  a.stalled < ADDITIONS ? to_string(a.stalled) : "");
     }
     print(table);
 
@@ -192,7 +192,7 @@ void update_scale(LossScaler& scaler, bool found_inf) {
         scaler.scale /= 2;
         scaler.good_steps = 0;
     } else if (++scaler.good_steps >= scaler.growth_interval) {
-        if (std::isfinite(scaler.scale * 2)) { scaler.scale *= 2; }
+        if (isfinite(scaler.scale * 2)) { scaler.scale *= 2; }
         scaler.good_steps = 0;
     }
 }

@@ -116,7 +116,7 @@ static Kernels outside(const Kernels& all, const char* range) { return in(all, r
 // Joins all launches to which `key` gives the same text into one entry with that text as its name.
 // Returns the entries, the one with the most time first.
 static Kernels grouped(const Kernels& all, const function<string(const Launches&)>& key) {
-    std::map<string, vector<double>> groups;
+    map<string, vector<double>> groups;
     for (const Launches& l : all) {
         vector<double>& ns = groups[key(l)];
         ns.insert(ns.end(), l.ns.begin(), l.ns.end());
@@ -153,7 +153,7 @@ using ProfileRuns = vector<ProfileRun>;
 // kernel's start to its last one's end. NAN: fewer than two were traced.
 static Stats forward_in_trace(const Trace& trace) {
     // By the forward's outermost range: its first work, with the end of its last.
-    std::map<int, TracedWork> forwards;
+    map<int, TracedWork> forwards;
     for (const TracedWork& w : trace.work) {  // by start
         if (w.range < 0) { continue; }
         int outermost = w.range;
@@ -308,7 +308,7 @@ static void print_summary(const Kernels& all, int passes, const string& caption)
 // (a) Compares forward's time by the clock with its time in the trace.
 static void answer_times(const ProfileRun& r) {
     const double clock = r.forward.ms.mean, traced = r.in_trace.mean;
-    if (std::isnan(traced)) {
+    if (isnan(traced)) {
         return answer("a", "Forward takes %.1f ms by the clock; no kernels were traced: %s (%s).",
                       clock, r.no_kernels.c_str(), size_and_length(r).c_str());
     }
@@ -388,7 +388,7 @@ static void answer_softmax(const ProfileRun& r) {
     const double softmax_ms = ms_of(r, in(attention, "softmax")),
                  products_ms = ms_of(r, in(attention, "matmul"));
     const double times_as_long = softmax_ms / products_ms;
-    if (std::isnan(times_as_long)) {
+    if (isnan(times_as_long)) {
         return answer("e",
                       "Softmax and both products are not apart here (%.2f ms per forward); mode "
                       "eager parts them.",
@@ -516,7 +516,7 @@ void write_trace(const string& path, const vector<Trace>& traces, const string& 
     // Streams have the rows from STREAMS on, which is more than any thread's number.
     constexpr int STREAMS = 1 << 24, ROWS_OF_STREAM = 16;
     set<int> named_rows;
-    std::map<std::pair<unsigned, int>, int64_t> last_end;  // of the slices in (stream, row)
+    map<pair<unsigned, int>, int64_t> last_end;  // of the slices in (stream, row)
     for (const Trace& trace : traces) {
         const auto paths = range_paths(trace);
         auto slice = [&](int row, const string& row_name, const char* category,
@@ -654,7 +654,7 @@ struct PhaseMemory {
 };
 struct BlockMemory {  // what one block saves for backward, bytes
     size_t oom = 0;
-    std::map<string, int64_t> by_op = {};
+    map<string, int64_t> by_op = {};
     // all of it; of it 16-bit copies of weights, which go when backward ends
     int64_t bytes = 0, copies = 0;
     int64_t change = 0;   // of memory, while backward goes over the block
@@ -668,9 +668,9 @@ struct MemoryRun {  // one size and length, in one precision
     Precision precision;
     int B, T;
     PhaseMemory forward{}, step{};
-    string peak_in = "";                    // the range of forward's peak
-    size_t largest = 0;                     // allocation of forward, bytes
-    std::map<string, int> largest_by = {};  // whose they are, and how many
+    string peak_in = "";               // the range of forward's peak
+    size_t largest = 0;                // allocation of forward, bytes
+    map<string, int> largest_by = {};  // whose they are, and how many
     BlockMemory block{};
     const PhaseMemory& of(Phase phase) const { return phase == FORWARD ? forward : step; }
 };
@@ -709,7 +709,7 @@ static BlockMemory saved_by(const MemoryRun& r, int blocks, uint64_t seed) {
         layer.ln1.gradient->ready = [&] { left.push_back(memory_use(context.device).now); };
     }
 
-    std::map<uint64_t, MemoryEvent> saved;  // by address: what blocks still hold after forward
+    map<uint64_t, MemoryEvent> saved;  // by address: what blocks still hold after forward
     start_memory_log(context.device);
     forward_backward(model, random_batch(r.B, r.T, config.vocab_size, seed), 1, [&] {
         for (const MemoryEvent& e : stop_memory_log()) {
@@ -893,7 +893,7 @@ static void answer_largest(const MemoryRun& r) {
 static void answer_block(const MemoryRun& r) {
     const BlockMemory& m = r.block;
     if (m.oom) { return answer("f", "Three blocks do not fit."); }
-    vector<std::pair<int64_t, string>> most;
+    vector<pair<int64_t, string>> most;
     for (const auto& [op, bytes] : m.by_op) { most.push_back({bytes, op}); }
     std::sort(most.rbegin(), most.rend());
 

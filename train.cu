@@ -83,7 +83,7 @@ static double held_out_loss(Model& model, const Text& text, int T) {
 static int draw_token(const vector<double>& logits, uint64_t seed, int i) {
     const double max = *std::max_element(logits.begin(), logits.end());
     vector<double> weights;
-    for (double x : logits) { weights.push_back(std::exp(x - max)); }
+    for (double x : logits) { weights.push_back(exp(x - max)); }
 
     double at = random_int(1 << 30, seed, key_of("sample"), i) / (double)(1 << 30);
     at *= std::accumulate(weights.begin(), weights.end(), 0.0);
@@ -121,13 +121,13 @@ static void take_steps(Trainer& t, const Text& text, const Options& o, Table& ro
         const Batch batch = training_batch(text, o, t.steps);
         const double ms = time_ms(0, 1, [&] { train_step(t, {batch}); })[0];
 
-        const bool finite = std::isfinite(t.norm);
+        const bool finite = isfinite(t.norm);
         const bool skipped =
             !finite && context.precision == PREC_FP16 && t.scaler.scale >= LEAST_SCALE;
-        if (!std::isfinite(t.loss) || (!finite && !skipped)) {
+        if (!isfinite(t.loss) || (!finite && !skipped)) {
             print(rows);
             fail("step %d: the %s is not finite; a smaller --lr may help", t.steps,
-                 std::isfinite(t.loss) ? "gradients' norm" : "loss");
+                 isfinite(t.loss) ? "gradients' norm" : "loss");
         }
 
         progress("step %d of %d: loss %.4f", t.steps, o.steps, t.loss);
@@ -168,7 +168,7 @@ int cmd_train(const Options& o) {
     print(rows);
 
     const double after = held_out_loss(t.model, text, T);
-    if (!std::isfinite(after)) {
+    if (!isfinite(after)) {
         fail("after step %d the held-out loss is not finite; a smaller --lr may help", t.steps);
     }
     Table summary{"train: loss in nats per byte",
@@ -232,7 +232,7 @@ static Batch read_batch(const string& path, int V) {
     return {read("tokens"), read("targets")};
 }
 
-using NamedTensors = vector<std::pair<string, Tensor>>;
+using NamedTensors = vector<pair<string, Tensor>>;
 // Adds each parameter's part of an arena of weights, gradients or moments, with the prefix before
 // its name.
 static void add_parts(NamedTensors& list, const string& prefix, const Model& model,
@@ -245,7 +245,7 @@ static void add_parts(NamedTensors& list, const string& prefix, const Model& mod
 static void save_tensors(const string& path, const NamedTensors& list) {
     NoGrad no_grad;
     vector<Tensor> kept;
-    vector<std::pair<string, FileTensor>> described;
+    vector<pair<string, FileTensor>> described;
     for (const auto& [name, t] : list) {
         kept.push_back(to_device(contiguous(t.dtype == F32 ? t : cast(t, F32)), CPU));
         described.push_back({name, describe(kept.back())});
@@ -268,7 +268,7 @@ static Model read_model(const Options& o) {
 
     ModelConfig c{"custom",    (int)embedding[1], (int)w1[0],         1,
                   o.num_heads, (int)embedding[0], (float)o.rope_theta};
-    while (file.tensors.count("layers." + std::to_string(c.num_layers) + ".ln1.weight")) {
+    while (file.tensors.count("layers." + to_string(c.num_layers) + ".ln1.weight")) {
         c.num_layers++;
     }
     check_config(c);
@@ -293,7 +293,7 @@ static NamedTensors logits_and_loss(Trainer& t, const Batch& batch) {
         const Tensor logits = forward(t.model, batch.tokens);
         const Tensor loss = cross_entropy(logits, batch.targets);
         backward_from_loss(t.model, loss, loss_scale_of(t.scaler));
-        if (context.precision != PREC_FP16 || std::isfinite(gradient_norm(t.model))) {
+        if (context.precision != PREC_FP16 || isfinite(gradient_norm(t.model))) {
             return {{"logits", logits}, {"loss", loss}};
         }
         update_scale(t.scaler, true);

@@ -73,7 +73,7 @@ static void convert_part(const Tensor& part, bool split) {
 
 // The split parts by address, with their buffers. Where a buffer is gone, another may have its
 // addresses: then the weak_ptr is empty, and the part does not count.
-static std::map<char*, std::weak_ptr<Memory>> split_parts;
+static map<char*, std::weak_ptr<Memory>> split_parts;
 
 // Says whether a split part begins at element `first` of t.
 static bool is_split(const Tensor& t, int64_t first = 0) {

@@ -61,7 +61,7 @@ static void connect(const Communicator& c) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
 #ifdef WITH_WINDOWS
     config.CTAPolicy = NCCL_CTA_POLICY_ZERO;  // copy engines, wherever they can do it
-    windows = std::make_shared<Windows>();
+    windows = make_shared<Windows>();
 #endif
     lane = open_lane(c, &config);
     reduce_scatter_lane = open_lane(c, &config);
@@ -126,7 +126,7 @@ static void disconnect(const Communicator& c) {
 // leaves. Until wait() nobody else may touch what f writes, or free what it reads. f may not
 // allocate, since memory is freed in the compute stream's order.
 static WorkPtr run_behind(const WorkPtr& work, const function<void()>& f) {
-    auto both = std::make_shared<Work>(*work);
+    auto both = make_shared<Work>(*work);
     await(behind, work->end);
     with_stream(behind, f);
     both->end = mark_on(behind);

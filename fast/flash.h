@@ -28,7 +28,7 @@
 // without a card or code for it.
 template <class... P>
 int compiled_for(void (*kernel)(P...)) {
-    static std::map<void (*)(P...), int> known;  // each launch with EARLY asks
+    static map<void (*)(P...), int> known;  // each launch with EARLY asks
     auto [found, is_new] = known.insert({kernel, 0});
     if (!is_new || cuda_devices() == 0) { return found->second; }
 

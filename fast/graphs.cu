@@ -77,13 +77,13 @@ int graph_launches = 0;
 #ifdef __CUDACC__
 // A step of one kind: its rehearsal at first, and its graphs once it was captured.
 struct StepGraphs {
-    shared_ptr<StepPlaces> places = std::make_shared<StepPlaces>();
+    shared_ptr<StepPlaces> places = make_shared<StepPlaces>();
     size_t bytes = 0;  // that their block has to have
     bool too_large = false;
     string kind;  // of step: what its kernels have built in
     Batch batch;
     Tensor loss, logits;  // logits: of a forward alone
-    vector<std::pair<GradientPtr, Tensor>> gradients;
+    vector<pair<GradientPtr, Tensor>> gradients;
     cudaGraphExec_t forward = nullptr, backward = nullptr;
     ~StepGraphs() {  // errors have been reported by then, or the process ends
         if (forward) { cudaGraphExecDestroy(forward); }
@@ -133,7 +133,7 @@ static StepGraphs* graphs_or(Model& model, const string& kind, const Shape& toke
                              const function<void()>& by_launches) {
     if (!model.fast || ((StepGraphs*)model.fast.get())->kind != kind) {
         start_cublas();  // whose workspace is no part of the step
-        auto rehearsal = std::make_shared<StepGraphs>();
+        auto rehearsal = make_shared<StepGraphs>();
         model.fast = nullptr;  // its block goes before the new step needs the room
         allocate_in(rehearsal->places, by_launches);
         rehearsal->bytes = rehearsal->places->plan();

@@ -478,13 +478,13 @@ const char* innermost_range() { return open_ranges().empty() ? "" : open_ranges(
 static void log_event(const Memory* m, double ms, bool is_alloc, vector<const char*> ranges) {
     if (m->bytes == 0 || m->device != logged_device) { return; }
     memory_log.push_back(
-        {ms, is_alloc, (uint64_t)m->data, m->bytes, m->category, std::move(ranges), m->at});
+        {ms, is_alloc, (uint64_t)m->data, m->bytes, m->category, move(ranges), m->at});
 }
 
 // Begins a log with the buffers that are there, at 0 ms; of their ranges only the innermost is
 // known by now.
 void start_memory_log(Device device) {
-    std::lock_guard<std::mutex> lock(books_mutex);
+    std::lock_guard lock(books_mutex);
     memory_log.clear();
     logged_device = device;
     log_start = now_ms();
@@ -496,9 +496,9 @@ void start_memory_log(Device device) {
     logging = true;
 }
 vector<MemoryEvent> stop_memory_log() {
-    std::lock_guard<std::mutex> lock(books_mutex);
+    std::lock_guard lock(books_mutex);
     logging = false;
-    return std::move(memory_log);
+    return move(memory_log);
 }
 
 static void peak_is_now(MemoryUse& use) {
@@ -506,14 +506,14 @@ static void peak_is_now(MemoryUse& use) {
     std::copy_n(use.now_by, CATEGORIES, use.peak_by);
 }
 void reset_peak(Device device) {
-    std::lock_guard<std::mutex> lock(books_mutex);
+    std::lock_guard lock(books_mutex);
     peak_is_now(uses[device]);
 }
 const MemoryUse& memory_use(Device device) { return uses[device]; }
 
 // Enters a buffer that comes, or one that goes.
 static void book(const Memory* m, bool comes) {
-    std::lock_guard<std::mutex> lock(books_mutex);
+    std::lock_guard lock(books_mutex);
     if (logging) { log_event(m, now_ms() - log_start, comes, open_ranges()); }
     MemoryUse& use = uses[m->device];
     if (comes) {
@@ -536,7 +536,7 @@ void allocate_in(const shared_ptr<Places>& use, const function<void()>& f) {
 
 // Returns a new buffer, at one of the places in use or else in memory of its own, and books it.
 shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Source at) {
-    auto memory = std::make_shared<Memory>();
+    auto memory = make_shared<Memory>();
     memory->device = device;
     memory->category = category;
     memory->op = innermost_range();
@@ -612,7 +612,7 @@ static vector<cudaEvent_t> spare_events;
 
 // Returns an event that goes back to the spare ones: creating one costs as much as a launch.
 static shared_ptr<void> new_event() {
-    std::lock_guard<std::mutex> lock(events_mutex);
+    std::lock_guard lock(events_mutex);
     cudaEvent_t event;
     if (spare_events.empty()) {
         CUDA_CHECK(cudaEventCreate(&event));
@@ -621,7 +621,7 @@ static shared_ptr<void> new_event() {
         spare_events.pop_back();
     }
     return shared_ptr<void>(event, [](void* e) {
-        std::lock_guard<std::mutex> lock(events_mutex);
+        std::lock_guard lock(events_mutex);
         spare_events.push_back((cudaEvent_t)e);
     });
 }
@@ -659,7 +659,7 @@ Stats stats_of(vector<double> values) {
     double mean = std::accumulate(values.begin(), values.end(), 0.0) / n;
     double squares = 0;
     for (double v : values) { squares += (v - mean) * (v - mean); }
-    double std = n > 1 ? std::sqrt(squares / (n - 1)) : 0;
+    double std = n > 1 ? sqrt(squares / (n - 1)) : 0;
     double median = (values[(n - 1) / 2] + values[n / 2]) / 2;
     return {mean, std, median, values.front(), values.back(), n};
 }
@@ -670,11 +670,11 @@ string deviation(const Stats& s, const char* format) {
 
 // Returns within what two means are level; null: they differ.
 const char* level(const Stats& a, const Stats& b) {
-    const double difference = std::fabs(a.mean - b.mean), larger = std::max(a.mean, b.mean);
+    const double difference = fabs(a.mean - b.mean), larger = std::max(a.mean, b.mean);
     if (difference <= 0.005 * larger) { return "within 0.5 %, a clock's drift"; }
 
     const int n = std::min(a.n, b.n);
-    const double error = 2 * std::hypot(a.std / std::sqrt(a.n), b.std / std::sqrt(b.n));
+    const double error = 2 * std::hypot(a.std / sqrt(a.n), b.std / sqrt(b.n));
     if (n >= 5) { return difference <= error ? "within twice the standard error" : nullptr; }
 
     const double noise = n == 1 ? 0.1 * larger : std::hypot(a.std, b.std);
@@ -691,7 +691,7 @@ vector<double> time_queued_ms(int warmup, int n, const function<void()>& prepare
     for (Mark& m : spare) { m = mark(); }
     spare.clear();
 
-    vector<std::pair<Mark, Mark>> marks;
+    vector<pair<Mark, Mark>> marks;
     for (int i = -warmup; i < n; i++) {
         prepare();
         const Mark begin = mark();

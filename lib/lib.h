@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <climits>
-#include <cmath>
 #include <csignal>
 #include <cstdarg>
 #include <cstdint>
@@ -25,14 +24,20 @@
 #include <type_traits>
 #include <vector>
 
+#include <math.h>  // with the overloads for float
 #include <omp.h>
 #include <unistd.h>
 
 // Names of the standard library that stand on every page.
 using std::function;
+using std::make_shared;
+using std::map;
+using std::move;
+using std::pair;
 using std::set;
 using std::shared_ptr;
 using std::string;
+using std::to_string;
 using std::vector;
 
 #ifdef __CUDACC__
@@ -68,7 +73,7 @@ string strprintf(const char* format, ...) PRINTF(1, 2);
 string vstrprintf(const char* format, va_list arguments);
 string list_of(const vector<string>& items);          // "a", "a and b", "a, b and c"
 string counted(const string& n, const string& what);  // "1 step", "2 steps"
-inline string counted(int64_t n, const string& what) { return counted(std::to_string(n), what); }
+inline string counted(int64_t n, const string& what) { return counted(to_string(n), what); }
 string join(const vector<string>& items, const char* between);
 string one_line(const string& text);  // writes control characters as \xNN
 
@@ -356,9 +361,9 @@ string to_cell(const T& x) {
     if constexpr (std::is_enum_v<T>) {
         return name_of(x);
     } else if constexpr (std::is_integral_v<T>) {
-        return std::to_string(x);
+        return to_string(x);
     } else if constexpr (std::is_floating_point_v<T>) {
-        return std::isnan(x) ? "" : strprintf("%.4g", x);
+        return isnan(x) ? "" : strprintf("%.4g", x);
     } else {
         return x;
     }
@@ -627,15 +632,15 @@ struct FileTensor {
 };
 struct SafeTensors {
     string path;
-    std::map<string, FileTensor> tensors;
-    std::map<string, string> metadata;
+    map<string, FileTensor> tensors;
+    map<string, string> metadata;
     shared_ptr<Memory> content;
 };
 // Reads a whole file, or fails; the file may be hostile.
 SafeTensors load_safetensors(const string& path);
 // Writes all tensors, or leaves the file as it was.
-void save_safetensors(const string& path, const vector<std::pair<string, FileTensor>>& tensors,
-                      const std::map<string, string>& metadata = {});
+void save_safetensors(const string& path, const vector<pair<string, FileTensor>>& tensors,
+                      const map<string, string>& metadata = {});
 // Returns the file's tensor of this name; fails unless it has one of the dtypes and this shape, in
 // which -1 is any size.
 const FileTensor& require_tensor(const SafeTensors& file, const string& name, const Shape& shape,

@@ -423,7 +423,7 @@ double dense_peak(Precision precision) {
     for (const CardPeak& peak : card_peaks) {
         if (card.rfind(peak.card, 0) != 0) { continue; }
         // A card without tf32 has no bf16 either: both came with the A100.
-        if (matmul_dtype(precision) == BF16 && std::isnan(peak.tf32)) { return NAN; }
+        if (matmul_dtype(precision) == BF16 && isnan(peak.tf32)) { return NAN; }
         if (precision == FP32) { return peak.fp32; }
         return precision == TF32 ? peak.tf32 : peak.fp16;
     }
@@ -431,5 +431,5 @@ double dense_peak(Precision precision) {
 }
 string percent_of_peak(double tflops, Precision precision) {
     double share = tflops / dense_peak(precision);
-    return std::isnan(share) ? "-" : strprintf("%.1f", 100 * share);
+    return isnan(share) ? "-" : strprintf("%.1f", 100 * share);
 }

@@ -113,11 +113,10 @@ static void remove_folder_of_ranks() {
 // Starts rank r of n, which gets its share of the cores, and returns its process.
 static pid_t start_rank(int r, int n, const vector<string>& arguments) {
     return start_ourselves(arguments, [&] {
-        setenv("RANK", std::to_string(r).c_str(), true);
-        setenv("WORLD_SIZE", std::to_string(n).c_str(), true);
+        setenv("RANK", to_string(r).c_str(), true);
+        setenv("WORLD_SIZE", to_string(n).c_str(), true);
         setenv(RENDEZVOUS, folder_of_ranks.c_str(), true);
-        setenv("OMP_NUM_THREADS", std::to_string(std::max(1, omp_get_num_procs() / n)).c_str(),
-               false);
+        setenv("OMP_NUM_THREADS", to_string(std::max(1, omp_get_num_procs() / n)).c_str(), false);
     });
 }
 
@@ -217,7 +216,7 @@ int launch_ranks(int n, const vector<string>& arguments, double timeout_s) {
 // FOLDER/attempt_0/RANK/error.json.
 static string parent_of_ranks() {
     const char* file = getenv("TORCHELASTIC_ERROR_FILE");
-    if (!file) { return std::to_string(getppid()); }
+    if (!file) { return to_string(getppid()); }
     const std::filesystem::path attempt = std::filesystem::path(file).parent_path().parent_path();
     return attempt.parent_path().filename().string();
 }
@@ -227,7 +226,7 @@ static string parent_of_ranks() {
 static void make_folder_of_ranks(const Identity& me) {
     const char* named = getenv(RENDEZVOUS);
     string folder = named ? named : std::filesystem::temp_directory_path().string();
-    folder += "/cs336-" + std::to_string(getuid());
+    folder += "/cs336-" + to_string(getuid());
     if (!named) { folder += "-" + parent_of_ranks(); }
     folder += me.job;
 
@@ -248,7 +247,7 @@ static void make_folder_of_ranks(const Identity& me) {
 
 // Returns the path of a rank's file in our folder.
 static string file_of(int rank, const string& what) {
-    return folder_of_ranks + "/" + what + "." + std::to_string(rank);
+    return folder_of_ranks + "/" + what + "." + to_string(rank);
 }
 
 // Writes our text to the folder, and returns the texts of all ranks, by rank. Waits for each text,
@@ -256,7 +255,7 @@ static string file_of(int rank, const string& what) {
 vector<string> gather_text(const Communicator& c, const string& text) {
     if (c.world == 1) { return {text}; }
     static int gathers = 0;
-    const string round = std::to_string(gathers++);
+    const string round = to_string(gathers++);
     save_file(file_of(c.rank, round), text);
 
     const double limit_s = 0.8 * patience_s;
@@ -336,7 +335,7 @@ static void watch(Links& links) {
     const std::chrono::duration<double> turn(std::min(0.5, 0.1 * patience_s));
     WorkPtr oldest;
     double waited_s = 0;  // for the oldest, in turns: a clock also runs while the job is paused
-    std::unique_lock<std::mutex> lock(links.mutex);
+    std::unique_lock lock(links.mutex);
     int turns = 0;
     while (!links.changed.wait_for(lock, turn, [&] { return links.stopping; })) {
         std::ofstream(file_of(links.rank, "life")) << turns++;
@@ -367,10 +366,10 @@ static string first_line(const std::exception& e) {  // Gloo's messages have sev
 // disconnect_ranks has said so.
 static void run_jobs(Links& links) {
     while (true) {
-        std::unique_lock<std::mutex> lock(links.mutex);
+        std::unique_lock lock(links.mutex);
         links.changed.wait(lock, [&] { return links.stopping || !links.jobs.empty(); });
         if (links.jobs.empty()) { return; }
-        function<void()> job = std::move(links.jobs.front());
+        function<void()> job = move(links.jobs.front());
         links.jobs.pop_front();
         lock.unlock();
         job();
@@ -394,7 +393,7 @@ static void connect_gloo(Communicator& c) {
     signal(SIGPIPE, SIG_IGN);
     try {
         auto device = gloo::transport::tcp::CreateDevice(attributes);
-        links.gloo = std::make_shared<gloo::rendezvous::Context>(c.rank, c.world);
+        links.gloo = make_shared<gloo::rendezvous::Context>(c.rank, c.world);
         links.gloo->setTimeout(std::chrono::milliseconds((int64_t)(1e3 * patience_s)));
         gloo::rendezvous::FileStore store(folder_of_ranks);
         links.gloo->connectFullMesh(store, device);
@@ -530,7 +529,7 @@ static void disconnect_ranks(Communicator& c) {
     Links& links = *c.links;
     gather_text(c, "");  // nobody still waits for a part of ours
     {
-        std::lock_guard<std::mutex> lock(links.mutex);
+        std::lock_guard lock(links.mutex);
         links.stopping = true;
         links.changed.notify_all();
     }
@@ -561,7 +560,7 @@ int join_ranks(int world, const string& device, const string& backend, double ti
         if (world && world != c.world) {
             usage_error("--nproc: got %d, but the launcher has started %d ranks", world, c.world);
         }
-        c.links = std::make_shared<Links>();
+        c.links = make_shared<Links>();
         c.links->rank = c.rank;
         c.links->world = c.world;
         patience_s = timeout_s;
@@ -643,13 +642,13 @@ static void start_on_gloo(Links& links, const WorkPtr& work, Collective x) {
         // Whoever waits may count on it that this thread holds none of its memory any more.
         x.tensor = x.own = Tensor();
 
-        std::lock_guard<std::mutex> lock(links.mutex);
+        std::lock_guard lock(links.mutex);
         work->end = {now_ms(), nullptr};
         work->error = error;
         work->finished = true;
         links.changed.notify_all();
     };
-    std::lock_guard<std::mutex> lock(links.mutex);
+    std::lock_guard lock(links.mutex);
     links.under_way.push_back(work);
     links.jobs.push_back(job);
     links.changed.notify_all();
@@ -717,7 +716,7 @@ static WorkPtr start(const Communicator& c, const Collective& x) {
     if (x.tensor.device() == META) { return nullptr; }
 
     Links& links = *c.links;
-    auto work = std::make_shared<Work>();
+    auto work = make_shared<Work>();
     work->what = names[x.kind];
     work->number = links.collectives++;
     work->bytes = bytes_of(x.tensor);
@@ -725,7 +724,7 @@ static WorkPtr start(const Communicator& c, const Collective& x) {
     if (c.backend == "nccl") {
         Range range(work->what);
         nccl_way().start(c, *work, x);
-        std::lock_guard<std::mutex> lock(links.mutex);
+        std::lock_guard lock(links.mutex);
         links.under_way.push_back(work);
     } else {
         start_on_gloo(links, work, x);
@@ -756,7 +755,7 @@ void wait(const Communicator& c, const WorkPtr& work) {
         return;
     }
 #endif
-    std::unique_lock<std::mutex> lock(links.mutex);
+    std::unique_lock lock(links.mutex);
     links.changed.wait(lock, [&] { return work->finished; });
     if (!work->error.empty()) { fail("%s: Gloo: %s", work->what, work->error.c_str()); }
 }

@@ -186,7 +186,7 @@ const FileTensor& require_tensor(const SafeTensors& file, const string& name, co
     }
     if (!fits) {
         vector<string> sizes;
-        for (int64_t d : shape) { sizes.push_back(d == -1 ? "any" : std::to_string(d)); }
+        for (int64_t d : shape) { sizes.push_back(d == -1 ? "any" : to_string(d)); }
         fail("%s: expected %s [%s], found %s %s", where.c_str(),
              join({dtypes.begin(), dtypes.end()}, " or ").c_str(), join(sizes, ", ").c_str(),
              t.dtype.c_str(), to_string(t.shape).c_str());
@@ -199,8 +199,8 @@ const FileTensor& require_tensor(const SafeTensors& file, const string& name, co
 
 // Writes the tensors with the wide dtypes first, so that every one starts at a multiple of its
 // element size; the header is padded with spaces to a multiple of 8 bytes.
-void save_safetensors(const string& path, const vector<std::pair<string, FileTensor>>& tensors,
-                      const std::map<string, string>& metadata) {
+void save_safetensors(const string& path, const vector<pair<string, FileTensor>>& tensors,
+                      const map<string, string>& metadata) {
     auto order = tensors;
     std::stable_sort(order.begin(), order.end(), [](const auto& a, const auto& b) {
         return size_of_dtype(a.second.dtype) > size_of_dtype(b.second.dtype);

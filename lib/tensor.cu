@@ -27,9 +27,7 @@ int64_t count(const Shape& shape) {
 }
 string to_string(const Shape& shape) {
     string s = "[";
-    for (size_t i = 0; i < shape.size(); i++) {
-        s += (i > 0 ? ", " : "") + std::to_string(shape[i]);
-    }
+    for (size_t i = 0; i < shape.size(); i++) { s += (i > 0 ? ", " : "") + to_string(shape[i]); }
     return s + "]";
 }
 size_t size_of(DType t) {
@@ -189,9 +187,9 @@ Comparison compare(const Tensor& got, const Tensor& want, double rtol, double at
     double worst = 0;
     for (size_t i = 0; i < g.size(); i++) {
         double error = g[i] == w[i] ? 0 : fabs(g[i] - w[i]);  // equal infinities have no error
-        double excess = std::isfinite(error) ? error - rtol * fabs(w[i]) : INFINITY;
+        double excess = isfinite(error) ? error - rtol * fabs(w[i]) : INFINITY;
         c.wrong += excess > atol;
-        if (error > c.max_abs || std::isnan(error)) { c.max_abs = error; }  // a NaN stays
+        if (error > c.max_abs || isnan(error)) { c.max_abs = error; }  // a NaN stays
         if (excess > worst || c.worst < 0) {
             worst = excess;
             c.worst = i;
@@ -322,7 +320,7 @@ static vector<TapeStep> tape;
 static bool needs_gradient(const Tensor& t) { return context.recording && t.gradient; }
 
 static GradientPtr new_gradient(const Tensor& t) {
-    auto g = std::make_shared<Gradient>();
+    auto g = make_shared<Gradient>();
     g->dtype = t.dtype;
     g->shape = t.shape;
     return g;
@@ -348,10 +346,10 @@ void record(Tensor& y, const vector<Tensor>& inputs, function<void(const Tensor&
 
     y.gradient = new_gradient(y);
     step.output = y.gradient;
-    step.backward = std::move(backward);
+    step.backward = move(backward);
     step.op = innermost_range();
     step.range = innermost_traced_range();
-    tape.push_back(std::move(step));
+    tape.push_back(move(step));
 }
 
 // Sums dx over the dimensions in which `shape` is 1 or missing: the transpose of broadcasting.
@@ -429,10 +427,10 @@ void backward_from(const Tensor& y, const Tensor& dy) {
     y.gradient->value = detached(dy);
 
     while (!tape.empty()) {
-        TapeStep step = std::move(tape.back());
+        TapeStep step = move(tape.back());
         tape.pop_back();
         Range range(step.op, step.range);
-        Tensor d = std::move(step.output->value);
+        Tensor d = move(step.output->value);
         step.output->value = Tensor();
         try {
             if (d) { step.backward(d); }  // null: its output did not lead to y
@@ -440,7 +438,7 @@ void backward_from(const Tensor& y, const Tensor& dy) {
                 if (--g->uses == 0 && g->ready) { g->ready(); }
             }
         } catch (...) {  // clear_tape() has to take back this step's uses, too
-            tape.push_back(std::move(step));
+            tape.push_back(move(step));
             throw;
         }
     }
@@ -493,12 +491,12 @@ void clear_tape() {
 FUNCTOR(Copy, (A a), a)
 FUNCTOR(Scale, (A a), a*(A)s)
 FUNCTOR(AddScalar, (A a), a + (A)s)
-FUNCTOR(Exp, (A a), std::exp(a))
-FUNCTOR(Log, (A a), std::log(a))
+FUNCTOR(Exp, (A a), exp(a))
+FUNCTOR(Log, (A a), log(a))
 FUNCTOR(Square, (A a), a* a)
-FUNCTOR(Sqrt, (A a), std::sqrt(a))
-FUNCTOR(Rsqrt, (A a), (A)1 / std::sqrt(a))
-FUNCTOR(Sigmoid, (A a), (A)1 / ((A)1 + std::exp(-a)))
+FUNCTOR(Sqrt, (A a), sqrt(a))
+FUNCTOR(Rsqrt, (A a), (A)1 / sqrt(a))
+FUNCTOR(Sigmoid, (A a), (A)1 / ((A)1 + exp(-a)))
 FUNCTOR(Relu, (A a), a <= 0 ? (A)0 : a)  // NaN stays NaN, as in PyTorch
 FUNCTOR(Add, (A a, A b), a + b)
 FUNCTOR(Sub, (A a, A b), a - b)
