@@ -126,8 +126,7 @@ struct Model {
     vector<Tensor> slots;
     Tensor rope;   // rope_table's
     int step = 0;  // optimizer steps taken
-    // FSDP's hooks, else null. The model calls them before the ops of a unit, in forward and again
-    // in backward.
+    // FSDP's hooks, else null. Forward, and backward again, call them before a unit's ops.
     function<void(int unit)> pre_forward, pre_backward;
     shared_ptr<void> fast;  // what fast/ keeps with the model
 };
@@ -159,7 +158,8 @@ void make_ready(Model& model, int64_t T);
 Tensor forward(Model& model, const Tensor& tokens);
 // Returns the same without a tape. The next call may overwrite these logits.
 Tensor infer(Model& model, const Tensor& tokens);
-// Returns what --checkpoint calls by this name. It is a usage error if there is none.
+// Return how --checkpoint names it, and what it names so; a usage error if that is nothing.
+string name_of(const Checkpointing& k);
 Checkpointing checkpointing_from(const string& name);
 
 // -------------------------------------------------------------------------------------------------

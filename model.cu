@@ -505,8 +505,6 @@ vector<Precision> precisions_of(const Options& o) {
     return precisions;
 }
 
-static string name_of(const Checkpointing& k);  // as --checkpoint takes it
-
 constexpr int MOST_NESTED = 1000;  // 12000 overflow the stack
 // Refuses a context.checkpoint that a model of L blocks cannot have.
 static void check_checkpoint(int L) {
