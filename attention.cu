@@ -276,7 +276,7 @@ static string grid_caption(const Options& o, const char* what) {
 }
 
 // Returns the bytes that naive holds when backward starts, in fp32: exp(S - m) and P; q, k, v, O
-// and dO; maximum and sum of a row.
+// and dO; of each row the maximum's index and the sum.
 static double saved_by_naive(double B, double S, double D) {
     return 4 * B * (2 * S * S + 5 * S * D + 2 * S);
 }

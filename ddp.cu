@@ -5,8 +5,8 @@
 //                the benchmarks and their answers
 //   2.4          communication_accounting: arithmetic alone
 //   3            optimizer_state_sharding_accounting: memory and time of the sharded optimizer
-// Read WAYS first: it is the table of the four ways. Then follow a bucket: gradient_is_ready,
-// start_next_bucket, finish_gradient_synchronization.
+// Read WAYS first: it is the table of the four ways, and of none. Then follow a bucket:
+// gradient_is_ready, start_next_bucket, finish_gradient_synchronization.
 #include "ddp.h"
 #include "fast_ways.h"
 
@@ -48,7 +48,7 @@ static const double SIZES_MB[] = {1, 10, 100, 1000};
 static int number_of_sizes(const Options& o) { return o.quick ? 2 : 4; }
 
 // Returns the bytes that a rank needs on its device. On the CPU that counts what is compared with
-// the sums, too: floats twice, and doubles.
+// the sums, too: the values, and to_floats' result with its doubles.
 static size_t bytes_needed(const AllReduceGroup& group, int size) {
     return (size_t)(SIZES_MB[size] * MB) * (group.nccl ? 1 : 5);
 }
@@ -277,7 +277,8 @@ static void start_next_bucket(DataParallel& d) {
 }
 
 // Notes that backward has finished the gradient at [begin, end), and starts the buckets that this
-// completes. It is the gradient of one parameter, or of several that are one product.
+// completes. It is the gradient of one parameter, or of several that one product computes, as q, k
+// and v.
 static void gradient_is_ready(DataParallel& parallel, int64_t begin, int64_t end) {
     for (size_t i = 0; i < parallel.parameters.size(); i++) {
         const int64_t offset = parallel.parameters[i].offset;
@@ -295,8 +296,8 @@ static void gradient_is_ready(DataParallel& parallel, int64_t begin, int64_t end
     }
 }
 
-// Makes the model's gradients call gradient_is_ready, and returns what that needs. First it sends
-// rank 0's weights to all. bucket_mb: BUCKETED's cap.
+// Makes the model's gradients call gradient_is_ready, and returns the state that these calls
+// change. First it sends rank 0's weights to all. bucket_mb: BUCKETED's cap.
 static std::unique_ptr<DataParallel> data_parallel(const Communicator& c, Strategy strategy,
                                                    double bucket_mb, const Model& model) {
     wait(c, broadcast(c, model.weights, 0));

@@ -74,7 +74,7 @@ static vector<FsdpUnit> units_from(const vector<Parameter>& parameters) {
     return units;
 }
 
-// Lays the weights out over the ranks and returns that; the weights are not set. The shard has
+// Returns the layout: this rank's shard, and the buffers. The weights are not set. The shard has
 // weight_dtype(). If that is fp32, weights are sent and computed with in compute_dtype. Unit 0, the
 // embedding, stays fp32 even then: it is a look-up only, as under autocast. Gradients have the
 // shard's dtype.
@@ -552,7 +552,7 @@ static void print_fsdp_accounting(const string& caption, const vector<FsdpRun>& 
     if (!times.rows.empty()) { print(times); }
 }
 
-// Names in what FSDP's peak differs from the expected one, the largest part first, in MiB. FSDP
+// Lists by category, the largest first, by how many MiB FSDP's peak misses the expected one. FSDP
 // should save `saved` bytes of weights, as many of gradients, and `moments` of AdamW's state.
 static string causes(const MemoryUse& other, const MemoryUse& fsdp, double saved, double moments) {
     std::multimap<double, string> parts;

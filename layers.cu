@@ -31,8 +31,9 @@
 
 constexpr int THREADS = 256, ROW_THREADS = 512;  // of a block; of one that has a row
 
-// Runs f(zero, x_zero): zero has the C++ type T of t's dtype, +zero has Wide<T>, and x_zero the
-// type X of x's. On META it does nothing. An op without x passes t twice and uses T alone.
+// Runs f(zero, x_zero). Nobody reads their values: zero's type says T, that of t's dtype, +zero's
+// says Wide<T>, and x_zero's says X, that of x's dtype. On META it does nothing. An op without x
+// passes t twice and uses T alone.
 template <class Fn>
 static void with_types(const Tensor& t, const Tensor& x, Fn f) {
     if (t.device() == META) { return; }
@@ -104,7 +105,7 @@ static void add_rmsnorm_cpu(T* y,            // [N,C]
     }
 }
 // Computes dx and its copy dx_low on the CPU. add_dx says whether dx already holds a part of the
-// gradient, which then stays in it.
+// gradient; then the result is added to it.
 template <class T, class X>
 static void rmsnorm_dx_cpu(X* dx_all,  // [N,C]
                            bool add_dx,

@@ -77,7 +77,7 @@ struct WeightRow {
     Shape shape;
     int unit;
     Tensor* place;  // in the model
-    // Only the first of several weights that are joined has these: the joined one.
+    // Set for q and w1 only: where the joined qkv or w13 goes, and its shape.
     Tensor* joined = nullptr;
     Shape joined_shape = {};
 };

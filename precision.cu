@@ -23,8 +23,8 @@ struct Accumulation {
     int stalled;  // after so many additions the sum did not move any more
 };
 // Runs the sum in `format` with x in `addend_format`; returns it, and when it stalled. Operations
-// run in fp32 and are then rounded to `format`. For fp16 and bf16 this is what one correctly
-// rounded operation gives: fp32's 24 bits are at least 2 p + 2 (p: their 11 and 8 bits).
+// run in fp32 and are then rounded to `format`. An fp32 sum that is rounded to p bits is the
+// correctly rounded sum where 24 >= 2 p + 2: fp16 has p = 11, bf16 has 8.
 static Accumulation accumulate(DType format, DType addend_format) {
     float x = rounded(0.01f, addend_format), s = 0;
     int stalled = 0;

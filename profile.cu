@@ -1,8 +1,9 @@
 // profile.cu: where a step's time goes (section 1.1.4) and where its memory goes (1.1.6). It has,
 // in this order: what a trace holds, and by which names of ranges it is sorted; nsys_profile; the
-// trace files that --trace writes; memory_profiling, with the file for PyTorch's viewer. Both
-// problems go from what is measured over tables and answers to the command. A reader may begin with
-// either: at its struct (ProfileRun, MemoryRun), then at its command.
+// trace files that --trace writes; memory_profiling, with the file for PyTorch's viewer. Each has
+// its measurement, then its tables and answers, then the command. lib/trace.cu says how a kernel
+// finds its range. A reader may begin with either: at its struct (ProfileRun, MemoryRun), then at
+// its command.
 #include "cs336.h"
 
 #include <nlohmann/json.hpp>
@@ -19,7 +20,8 @@ using Json = nlohmann::json;
 //   "rope", "swiglu", "rmsnorm"  layers.cu
 //   "layer"                      model.cu, around a block
 //   "optimizer"                  model.cu and layers.cu: AdamW
-//   "step", "forward"            profile_phase below; model.cu. Only cut off from paths.
+//   "step", "forward"            profile_phase below; model.cu. Paths lose them, where they begin
+//   with them.
 // Whoever renames a range renames it here, too: else its share of the time becomes 0 % (a test of
 // --trace finds that).
 
@@ -44,8 +46,8 @@ static string short_kernel_name(string s) {
     return s.substr(0, is_template ? s.find(">(") + 1 : s.find('('));
 }
 
-// Returns the path of each range of the trace, from the outermost range to itself. A backward step
-// stands below the range `backward`, and from there on where the forward recorded it:
+// Returns the path of each range of the trace, from the outermost range to itself. A backward
+// step's path is step/backward and then the path of the forward range that recorded it:
 // step/backward/layer/attention/softmax.
 static vector<string> range_paths(const Trace& trace) {
     vector<string> paths;
@@ -786,7 +788,7 @@ static MemoryRun profile_memory(const ModelConfig& config, Precision precision, 
     }
 
     profile_block(r, seed);
-    stop_memory_log();  // what ran out of memory left it on
+    stop_memory_log();  // a run that found no memory left it on
     return r;
 }
 
