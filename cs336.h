@@ -2,7 +2,7 @@
 // here: first the letters, then the Options, then each file's offer, in the order of reading.
 //   precision.cu  1.1.5: fp16 and bf16, sums, what autocast does, loss scaling
 //   layers.cu     the Transformer's ops, each as formula, loop and kernel; AdamW's, too
-//   model.cu      the Transformer LM and its training step; 1.1.3, 1.3 (b), checkpointing
+//   model.cu      the Transformer LM and a step; 1.1.3, 1.1.5 (c), 1.3 (b), checkpointing
 //   attention.cu  1.2.1 to 1.3.1: attention by its definition, then with its softmax fused
 //   flash.cu      1.3.2 and 1.3.3: FlashAttention by tiles, its checks and its speed
 //   profile.cu    1.1.4 and 1.1.6: which kernels take a step's time, and where its memory goes
@@ -15,7 +15,7 @@
 // Letters, where a section does not define its own:
 //   B batch, T positions (context length; the handout's S), C model width d_model, H heads,
 //   D head size (C/H), F width of the feed-forward (d_ff), V vocabulary, L layers (in attention:
-//   the logsumexp), N rows (usually B*T; in ddp.cu: ranks). A template's T is an element's type.
+//   the logsumexp), N rows (usually B*T; or ranks). A template's T is an element's type.
 //   dx is the gradient of the loss with respect to x. Shapes are row-major, the last index fastest.
 #pragma once
 #include "lib/lib.h"
@@ -112,21 +112,21 @@ struct Parameter {
     string name;  // the staff model's state_dict key
     Shape shape;
     int64_t offset;  // where it begins in each arena, in elements
-    Tensor weight;   // a view into Model::weights, with a Gradient
+    Tensor weight;   // a view of the arena, or of its unit's buffer under FSDP; has a Gradient
     int unit = -1;   // -1: a norm, which every rank keeps
 };
 struct Model {
     ModelConfig config;
     vector<Parameter> parameters;  // in the order in which backward finishes their gradients
-    // Arenas; null until make_gradients and make_optimizer_state (m and v) allocate them.
-    Tensor weights, gradients, m, v;
+    Tensor weights;                // an arena; under FSDP this rank's shard
+    Tensor gradients, m, v;  // null until make_gradients, make_optimizer_state; FSDP: the norms'
     Tensor embedding, ln_final, lm_head;
     vector<Layer> layers;
     // A slot is a tensor that has a Gradient: each parameter's weight, and each joined one.
     vector<Tensor> slots;
     Tensor rope;   // rope_table's
-    int step = 0;  // optimizer steps taken
-    // FSDP's hooks, else null. Forward, and backward again, call them before a unit's ops.
+    int step = 0;  // steps of its own optimizer
+    // FSDP's hooks, else null. Each is called before a unit's ops; pre_backward not for the head.
     function<void(int unit)> pre_forward, pre_backward;
     shared_ptr<void> fast;  // what fast/ keeps with the model
 };
@@ -139,8 +139,8 @@ Model make_model(const ModelConfig& c, DType dtype = weight_dtype());
 Model lay_out_model(const ModelConfig& c);
 using Place = function<Tensor(const Parameter& p, const Shape& shape)>;
 void place_weights(Model& model, const Place& place);
-// Fill all weights, or one, as the staff model does: a Linear is normal with deviation
-// sqrt(2/(in+out)), the embedding with deviation 1, and a norm is 1.
+// Fill all weights, or one, with the staff model's deviations, not truncated: a Linear is normal
+// with sqrt(2/(in+out)), the embedding with 1, and a norm is 1.
 void init_weights(const Model& model, uint64_t seed);
 void init_weight(const Tensor& weight, const string& name, uint64_t seed);
 // Returns a model for timed runs, with such weights; fast/ may keep them in a form of its own.
@@ -183,7 +183,7 @@ Tensor forward_backward(
 double gradient_norm(const Model& model);
 // Unscales the gradients, clips their norm to max_norm (0: does not), and steps unless that norm is
 // not finite; in fp16 the loss scale then halves. Returns the norm before it was clipped, or 0 if
-// nothing needs it: without clipping, but for fp16.
+// neither clipping nor fp16 needs it.
 double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, double max_norm);
 // Does the same by the caller's norm and step, for gradients that lie elsewhere.
 double guarded_step(LossScaler& scaler, double max_norm,
@@ -208,10 +208,10 @@ struct StepParts {
     Number forward{};        // with the head and the loss, unless these have a mark of their own
     Number head_and_loss{};  // has one in the 8.1B step only
     Number backward{};
-    Number exposed{};  // until gradients are averages; FSDP: the waits for other ranks, in any part
+    Number exposed{};  // until gradients are averages; FSDP: the waits for units and norms
     Number optimizer{};
     Number total{};
-    Number communication{};  // of all collectives
+    Number communication{};  // of the gradients' all-reduces; FSDP leaves this and the next 0
     Number hidden{};         // what of it lies under backward
 };
 using StepTimes = StepParts<double>;   // ms, of one step
@@ -263,7 +263,7 @@ void torch_compile_attention(const Options& o);  // prints torch_compile (a): ta
 // Returns O by modes eager and fused, and leaves the backward on the tape.
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal);
 // Returns O [B,T,C] of causal attention, for the model in mode flash. q, k and v lie side by side
-// in qkv [B,T,3C]; strides read and write them in place of transposes.
+// in qkv [B,T,3C]; kernels address heads by strides, so nothing is transposed.
 Tensor flash_self_attention(const Tensor& qkv, int H);
 // Return the fastest FlashAttention for such tensors. If there is none, fastest_flash returns null,
 // and require_flash is a usage error.

@@ -49,7 +49,8 @@ Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding,
 // -------------------------------------------------------------------------------------------------
 // ddp.cu: the check of N ranks against one process
 
-constexpr int ROWS = 10, POSITIONS = 8, VOCABULARY = 100;  // of the batch; rows: of each rank
+// The batch has ROWS rows for each rank, of POSITIONS tokens below VOCABULARY.
+constexpr int ROWS = 10, POSITIONS = 8, VOCABULARY = 100;
 // Returns this rank's rows of a batch, cut into n batches of equal size.
 vector<Batch> part_of(const Batch& all, const Communicator& c, int n);
 // Takes a step of `ours` on this rank's part of a random batch, cut into so many batches. Takes
@@ -76,8 +77,8 @@ bool same_bits_everywhere(const Communicator& c, const Tensor& t);
 // -------------------------------------------------------------------------------------------------
 // ddp.cu: timed steps of several ranks
 
-// Returns the model that the ranks run, and sets the context's precision and mode. Options that
-// were not typed get --quick's defaults, where it was typed or the backend is gloo.
+// Returns the model that the ranks run, and sets the context's precision and mode. With
+// --quick, or over Gloo, options that were not typed get --quick's defaults.
 ModelConfig choose_step(Options& o, const Communicator& c);
 // Returns the caption of a table of steps: the command, the ranks, the model and the setting.
 string caption_of(const Options& o, const ModelConfig& m, const Communicator& c);

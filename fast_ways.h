@@ -42,12 +42,12 @@ AdamWUpdate adamw_plain;  // the plain loop, or on the GPU the plain kernel
 // The tables
 
 // The fused ops of layers.cu, below the tape: layers.cu calls them, and records what they did. Each
-// op reads its last tensors and writes its first ones.
+// op but rotate reads its last tensors and writes its first ones.
 struct LayerOps {
     // A null delta: x is x_in.
     void (*add_rmsnorm)(const Tensor& y, const Tensor& x, const Tensor& r, const Tensor& x_in,
                         const Tensor& delta, const Tensor& w, float eps);
-    // A null dx_low: nobody wants this copy of dx. `add`: to what the gradient holds.
+    // A null dx_low: nobody wants this copy of dx. add_dx, add_dw: add to what dx or dw holds.
     void (*rmsnorm_backward)(const Tensor& dx, bool add_dx, const Tensor& dx_low, const Tensor& dw,
                              bool add_dw, const Tensor& dy, const Tensor& x, const Tensor& r,
                              const Tensor& w);
@@ -83,7 +83,8 @@ struct FastWays {
     void (*allocate_shared)(const Communicator& c, const function<void()>& f);
     void (*free_shared)(const Communicator& c);
     WorkPtr (*all_reduce_beside)(const Communicator& c, const Tensor& t, Reduction how);
-    // Runs f when the collective has ended, and returns at once, with a work that ends with f.
+    // Calls f at once; what f launches runs when the collective has ended. Returns a work that ends
+    // with it.
     WorkPtr (*run_behind)(const WorkPtr& work, const function<void()>& f);
 };
 inline FastWays fast_ways;

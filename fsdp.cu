@@ -45,13 +45,14 @@ struct Fsdp {
     ParameterGroup shard;
     map<string, int64_t> replicated_at;  // by name: its first element there
     int64_t replicated = 0;              // where those begin
-    // of this backward; of all since the last step, or null
-    Tensor replicated_gradients, replicated_sum;
+    Tensor replicated_gradients;         // the norms' gradients of this backward
+    Tensor replicated_sum;        // their averages, added up since the last step; null: none yet
     int in_buffer[2] = {-1, -1};  // the unit whose weights each buffer has
     WorkPtr gathers[2];
     vector<FsdpWait> waits;          // of this step
     bool steps_in_backward = false;  // see begin_fsdp_step
-    // the unit that backward has come to; in forward, the number of units
+    // The unit that backward has come to; in forward, the number of units. start_reduce has run for
+    // every unit above it.
     int reached = 0;
     int reducing = -1;  // the unit whose reduce-scatter is under way
     WorkPtr reduce;
@@ -202,8 +203,7 @@ static void zero_the_rest(FsdpUnit& unit) {
     zero_up_to(unit.gradients.size());
 }
 
-// Steps the weights that these gradients are of; each is a unit's, or that of all replicated
-// weights.
+// Steps the weights at each gradient's offset in the shard: a unit's own part, or all norms.
 static void step_shard(Fsdp& fsdp, const vector<FlatGradient>& gradients, float gradient_scale) {
     NoGrad no_grad;
     ParameterGroup& group = fsdp.shard;
@@ -288,7 +288,8 @@ static void drop_gradients(Fsdp& f) {
 // Forgets the last step's gradients and gathered weights, which have changed since.
 // steps_in_backward: each unit takes its AdamW step as soon as its gradient is an average, and
 // its gradient is not kept. That is for steps of one backward whose gradients need no norm first,
-// for clipping or for fp16's loss scale. fsdp_optimizer_step still follows: it steps the norms.
+// for clipping or for fp16's loss scale. fsdp_optimizer_step still follows: it steps the
+// RMSNorms' weights.
 static void begin_fsdp_step(Fsdp& f, bool steps_in_backward = false) {
     f.waits.clear();
     drop_gradients(f);

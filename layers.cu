@@ -56,7 +56,7 @@ static void with_types(const Tensor& t, const Tensor& x, Fn f) {
         }                                                          \
     } while (0)
 
-// The ops of this file that write into tensors, or fast ones for the GPU: see the end of the ops.
+// The ops that fast/ may replace; the table stands before cross-entropy.
 static const LayerOps& ops();
 
 // -------------------------------------------------------------------------------------------------
@@ -249,7 +249,8 @@ static void rmsnorm_backward(const Tensor& dx, bool add_dx, const Tensor& dx_low
 //   delta --+                       +-------------------> the next *x_io
 //
 // Backward runs y's step first. By then all later readers of x have added to x's gradient, so
-// gradient_target gives that, with add_dx = true. y's step adds its own part; where delta is 16-bit
+// gradient_target gives that, with add_dx = true (ln_final's x has no other reader: there it is
+// false). y's step adds its own part; where delta is 16-bit
 // and x is not, it rounds the sum into dx_low, too. x's step then passes dx to x_in, and to delta
 // dx_low or else dx, so no cast is needed.
 static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor& w, float eps) {
@@ -323,9 +324,9 @@ static void for_each(Device device, int64_t N, int64_t columns, const F& f) {
 //   y_2i = cos x_2i - sin x_2i+1,  y_2i+1 = sin x_2i + cos x_2i+1
 // Backward rotates by the opposite angle.
 // Fused: one product gives q, k and v side by side, y [B,T,C] -> [B,T,3,H,D]. One kernel rotates q
-// and k and lays all three out as [B,H,T,D] for attention: 3 elements read and 3 written, where
-// eager needs some 16 kernels. For mode flash the same kernel rotates q and k in place, side by
-// side: its attention reads them by strides.
+// and k and lays all three out as [B,H,T,D] for attention: each element is read and written
+// once, where eager needs some 16 kernels. For mode flash the same kernel rotates q and k in place,
+// side by side: FlashAttention's kernels address the heads by strides.
 
 // Returns [T,D]: for each position and pair the cos, then the sin of its angle.
 Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype) {
@@ -367,7 +368,8 @@ struct Rope {
     int D;
     bool backward;
 
-    // Does pair i of the H D / 2 of a row. Of qkv's B T 3 rows every third is q's, k's or v's.
+    // Does pair i, of C/2, of a row. qkv has B T 3 rows of C; row % 3 says whether it is q's, k's
+    // or v's.
     HD void operator()(int row, int i) const {
         const int which = row % 3;
         const int t = row / 3 % positions;

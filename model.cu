@@ -215,9 +215,9 @@ void make_ready(Model& model, int64_t T) {
 // A block
 
 // The residual stream x, [B,T,C], is sum + delta. delta is the part that += was given last (null:
-// there was none yet), and it is not added yet: the kernel of the next norm adds it to sum. For
-// mode fused has one kernel for both, add_rmsnorm, which reads and writes x once. Mode eager adds
-// there, too, by an op of its own.
+// there was none yet), and it is not added yet: the kernel of the next norm adds it to sum, and
+// the next += replaces it. The reason: modes fused and flash have one kernel for both, add_rmsnorm,
+// which reads and writes x once. Mode eager adds there, too, by an op of its own.
 struct Residual {
     Tensor sum;
     float eps;
@@ -248,9 +248,10 @@ static void run_block(const Model& model, const Layer& layer, FeedForward* ffn, 
 // -------------------------------------------------------------------------------------------------
 // Units: the embedding, each block, the head. FSDP gathers the weights unit by unit: begin_unit
 // runs before a unit's ops, and end_unit puts a step on the tape that backward runs before them;
-// y_in is what the last of the ops gave. The head has no end_unit, since backward starts there. The
-// norms belong to no unit: every rank has them. The model has to stay at its address. Backward
-// comes to every unit's y on every rank, so their collectives meet.
+// y_in is what the last of the ops gave, and y is y_in with that step. The head has no end_unit,
+// since backward starts there. The norms belong to no unit: every rank has them. The model has to
+// stay at its address. Backward comes to every unit's y on every rank, so all ranks start the same
+// collectives.
 
 void begin_unit(const Model& model, int unit) {
     if (model.pre_forward) { model.pre_forward(unit); }

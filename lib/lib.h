@@ -666,8 +666,8 @@ bool is_rank();  // whether `--nproc`, torchrun, mpirun or srun has started us, 
 // to us ends all.
 int launch_ranks(int n, const vector<string>& arguments, double timeout_s = 60);
 // Runs in each rank: sets context.device, connects the rank with the others, and calls f. Returns
-// the exit code. world: how many ranks there have to be, 0: any number. device, backend: as their
-// options take them.
+// 0, or ends the process with the exit code. world: how many ranks there have to be, 0: any number.
+// device, backend: as their options take them.
 int join_ranks(int world, const string& device, const string& backend, double timeout_s,
                const function<void(const Communicator&)>& f);
 // Says why this machine cannot connect so many ranks in this way; "": it can.
@@ -699,10 +699,10 @@ struct NcclWay {
     void (*start)(const Communicator& c, Work& work, const Collective& x);
     void (*disconnect)(const Communicator& c);
 };
-// Each call starts a collective; wait() ends it. All ranks call the same ones in the same order. A
-// collective begins when what is queued on the compute stream is done, and runs beside what
-// follows. t is row-major, and both input and output; its dtype is fp32 or bf16 (broadcast and
-// all_gather: any). Rank r owns the r-th of `world` equal parts of t.
+// Each call starts a collective; what follows wait() may use its result. All ranks call the same
+// ones in the same order. A collective begins when what is queued on the compute stream is done,
+// and runs beside what follows. t is row-major, and both input and output; its dtype is fp32 or
+// bf16 (broadcast and all_gather: any). Rank r owns the r-th of `world` equal parts of t.
 //   all_reduce      t becomes the sum, or the average, over ranks.
 //   broadcast       t becomes root's.
 //   reduce_scatter  Each rank's part becomes the sum or the average of all ranks' tensors there.

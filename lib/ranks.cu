@@ -283,7 +283,8 @@ vector<string> gather_text(const Communicator& c, const string& text) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// The communicator: a rank's connections, and its watchdog. join_ranks, at the end, makes one.
+// The communicator: a rank's connections, and its watchdog. join_ranks, at the end of
+// this section, makes one.
 
 struct Links {
     int rank = 0, world = 1, gpu = 0;
@@ -406,10 +407,10 @@ static void connect_gloo(Communicator&) {}  // why_not() has refused it
 #endif
 
 #ifdef WITH_NCCL
-// NCCL. A collective is a kernel in a stream of its own; the stream and NCCL's communicator are a
-// lane. The lane's stream first waits for a mark in the compute stream, behind which the tensor is
-// made. wait() does the reverse: the compute stream waits for a mark behind the collective. The
-// host waits for neither.
+// NCCL. Collectives are kernels in a stream apart from the compute stream; that stream and NCCL's
+// communicator are a lane. The lane first waits for a mark that the compute stream reaches when the
+// tensor is made. wait() does the reverse: the compute stream waits for a mark behind the
+// collective. The host waits for neither.
 
 void await(cudaStream_t s, const Mark& m) {
     CUDA_CHECK(cudaStreamWaitEvent(s, (cudaEvent_t)m.event.get()));
@@ -488,8 +489,9 @@ static int find_local_ranks(Communicator& c) {
     return (int)std::count(machines.begin(), machines.begin() + c.rank, here);
 }
 
-// Sets c.backend and context.device by the two options; rank 0's backend is everyone's. "auto" is
-// NCCL where every rank of rank 0's machine has a GPU, else Gloo, on the CPU.
+// Sets c.backend and context.device by the two options; rank 0's backend is everyone's. Backend
+// auto is NCCL for cuda and Gloo for cpu; for device auto it is NCCL where every rank of rank 0's
+// machine has a GPU, else Gloo, on the CPU.
 static void choose_device_and_backend(Communicator& c, const string& device,
                                       const string& backend) {
     const string why = why_not("nccl", CUDA, c.local_world, c.local_gpus);
@@ -576,8 +578,8 @@ int join_ranks(int world, const string& device, const string& backend, double ti
 }
 
 // -------------------------------------------------------------------------------------------------
-// The collectives. start() hands one to Gloo or NCCL and returns at once; wait() ends when it is
-// done. All ranks start the same ones in the same order.
+// The collectives. start() hands one to Gloo or NCCL and returns at once; what follows wait() may
+// use its result. All ranks start the same ones in the same order.
 
 static size_t bytes_of(const Tensor& t) { return t.size() * size_of(t.dtype); }
 
