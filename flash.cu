@@ -421,6 +421,495 @@ static void flash_v1_backward(const AttentionTensors&) {
 #endif
 
 // -------------------------------------------------------------------------------------------------
+// 1.3.2 flash_forward (b) and flash_backward, flash_v2: the same steps on tensor cores. Its kernels
+// are flash_v1's; v2_dot and v2_add_rows stand where v1_dot and v1_add_rows stood. What changes,
+// and why it is faster:
+//   - mma multiplies a 16x16 by a 16x8 matrix in one instruction of a warp, 2048 multiplications.
+//     All its matrices lie in the warp's registers.
+//   - A warp owns 8 R rows of the block's tile, 16 or 32, where it owned one. What it reads of a
+//     passing tile serves all of them.
+//   - The next tile is copied while this one is computed on.
+//   - Step 2 is lazy: see v2_raise_maximum.
+// What it costs: P and dS are rounded to 16 bits where they enter a product, and fp32 stays with
+// flash_v1.
+//
+// A matrix in registers (its name ends in _rmem) is cut into blocks of 8x8: x[r][n] is block r down
+// and n across. Each lane has two neighbours of each block, the numbers x[r][n][0] and x[r][n][1]:
+//
+//             columns 0, 1   2, 3      4, 5      6, 7
+//     row 0   lane  0        lane  1   lane  2   lane  3
+//     row 1   lane  4        lane  5   lane  6   lane  7
+//       ...
+//     row 7   lane 28        lane 29   lane 30   lane 31
+//
+// Sums are fp32, float x[R][N][2]. What is multiplied is rounded to 16 bits, a lane's two numbers
+// of a block in one register. So the S that a product leaves is, once it has become P and is
+// rounded, what the next product takes: nothing moves between lanes. ldmatrix fetches four such
+// blocks.
+//
+// In shared memory (_smem) a matrix is T[rows][D + 8]. The 8 numbers more are 16 bytes, which shift
+// each row to other banks: the 8 rows of a block would else meet in the same ones.
+
+#ifdef __CUDACC__
+constexpr int V2_WARPS = 4, V2_THREADS = V2_WARPS * WARP;
+// How many rows has the tile that a block owns, and one that passes, of keys or of queries? As many
+// as leave room in the registers for S and dP of all of them, beside sums of D columns.
+HD constexpr int v2_own(int R) { return V2_WARPS * 8 * R; }
+HD constexpr int v2_keys(int D) { return D > 64 ? 32 : 64; }
+HD constexpr int v2_queries(int D) {
+    if (D == 80) { return 16; }
+    return D < 64 ? 64 : 32;
+}
+HD constexpr int v2_stride(int D) { return D + 8; }
+
+// Return the row of a lane's numbers in blocks r, and the column of number e in blocks n.
+__device__ inline int v2_row(int r) { return 8 * r + threadIdx.x % WARP / 4; }
+__device__ inline int v2_column(int n, int e) { return 8 * n + threadIdx.x % 4 * 2 + e; }
+
+// Calls f(x, r, n, e) for each number of the blocks.
+template <int R, int N, class F>
+__device__ void v2_each(float (&x)[R][N][2], F f) {
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            f(x[r][n][0], r, n, 0);
+            f(x[r][n][1], r, n, 1);
+        }
+    }
+}
+
+// Loads four blocks from shared memory. Lane l points to row l % 8 of block l / 8.
+__device__ inline void ldmatrix(uint32_t (&block)[4], uint32_t row_smem) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(block[0]), "=r"(block[1]), "=r"(block[2]), "=r"(block[3])
+                 : "r"(row_smem)
+                 : "memory");
+}
+// Loads the same, each block transposed.
+__device__ inline void ldmatrix_transposed(uint32_t (&block)[4], uint32_t row_smem) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(block[0]), "=r"(block[1]), "=r"(block[2]), "=r"(block[3])
+                 : "r"(row_smem)
+                 : "memory");
+}
+// Adds A B to the sums, two blocks above each other. A is four blocks: the left two, then the right
+// two. B is two, above each other, each transposed.
+#define MMA(SHAPE_AND_TYPES, A, B)                                                   \
+    asm volatile("mma.sync.aligned." SHAPE_AND_TYPES ".f32 {%0,%1,%2,%3}, " A ", " B \
+                 ", {%0,%1,%2,%3};"                                                  \
+                 : "+f"(upper[0]), "+f"(upper[1]), "+f"(lower[0]), "+f"(lower[1])    \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_upper), "r"(b_lower))
+template <class T>
+__device__ void mma(float (&upper)[2], float (&lower)[2], const uint32_t (&a)[4], uint32_t b_upper,
+                    uint32_t b_lower) {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (std::is_same<T, bf16>::value) {
+        MMA("m16n8k16.row.col.f32.bf16.bf16", "{%4,%5,%6,%7}", "{%8,%9}");
+    } else {
+        MMA("m16n8k16.row.col.f32.f16.f16", "{%4,%5,%6,%7}", "{%8,%9}");
+    }
+#else  // a T4 knows fp16 only, and takes half of A and B at once
+    MMA("m16n8k8.row.col.f32.f16.f16", "{%4,%5}", "{%8}");
+    MMA("m16n8k8.row.col.f32.f16.f16", "{%6,%7}", "{%9}");
+#endif
+}
+
+// Starts to copy rows [first, first + ROWS) of head h to shared memory; those from `rows` on become
+// 0. A thread copies 16 bytes of each of its rows, in the same columns. At D = 80 10 of 16 threads
+// have columns.
+template <int D, int ROWS, class T>
+__device__ void v2_load(T* tile_smem,  // [ROWS,D + 8]
+                        const Heads& x, int b, int h, int first, int rows) {
+    constexpr int ACROSS = D == 80 ? 16 : D / 8, DOWN = V2_THREADS / ACROSS;
+    static_assert(ROWS % DOWN == 0);
+    int i = threadIdx.x / ACROSS, d = threadIdx.x % ACROSS * 8;
+    if (d >= D) { return; }
+
+    const T* from = head_of<const T>(x, b, h) + (first + i) * x.row + d;
+    tile_smem += i * v2_stride(D) + d;
+    int left = rows - first - i;
+#pragma unroll
+    for (int down = 0; down < ROWS; down += DOWN) {
+        copy_16(tile_smem + down * v2_stride(D), from, down < left);
+        from += DOWN * x.row;
+    }
+}
+// Adds A B^T to the sums: the dot products of a warp's rows with the rows of a tile.
+template <int D, class T, int R, int N>
+__device__ void v2_dot(float (&sums_rmem)[R][N][2],  // [8 R,8 N]
+                       const T* A_smem,              // [8 R,D + 8]
+                       const T* B_smem) {            // [8 N,D + 8]
+    constexpr int ROW = v2_stride(D);
+    int lane = threadIdx.x % WARP;
+    // The blocks of a load: of A the left two, then the right two; of B the upper two, then the
+    // lower two.
+    uint32_t a_smem = smem_address(A_smem + lane % 16 * ROW + lane / 16 * 8);
+    uint32_t b_smem = smem_address(B_smem + (lane % 8 + lane / 16 * 8) * ROW + lane / 8 % 2 * 8);
+#pragma unroll
+    for (int d = 0; d < D; d += 16) {
+        uint32_t a[R / 2][4];
+        for (int r = 0; r < R; r += 2) { ldmatrix(a[r / 2], a_smem + 2 * (8 * r * ROW + d)); }
+        for (int n = 0; n < N; n += 2) {
+            uint32_t b[4];
+            ldmatrix(b, b_smem + 2 * (8 * n * ROW + d));
+            for (int r = 0; r < R; r += 2) {
+                mma<T>(sums_rmem[r][n], sums_rmem[r + 1][n], a[r / 2], b[0], b[1]);
+                mma<T>(sums_rmem[r][n + 1], sums_rmem[r + 1][n + 1], a[r / 2], b[2], b[3]);
+            }
+        }
+    }
+}
+// Adds A B to the sums: the rows of a tile, with A, rounded to T, as weights.
+template <class T, int R, int K, int N>
+__device__ void v2_add_rows(float (&sums_rmem)[R][N][2],     // [8 R,8 N]
+                            const float (&A_rmem)[R][K][2],  // [8 R,8 K]
+                            const T* B_smem) {               // [8 K,8 N + 8]
+    constexpr int ROW = v2_stride(8 * N);
+    int lane = threadIdx.x % WARP;
+    uint32_t b_smem = smem_address(B_smem + lane % 16 * ROW + lane / 16 * 8);
+#pragma unroll
+    for (int k = 0; k < K; k += 2) {
+        uint32_t a[R / 2][4];
+        for (int r = 0; r < R; r++) {
+            a[r / 2][r % 2] = pack<T>(A_rmem[r][k][0], A_rmem[r][k][1]);
+            a[r / 2][r % 2 + 2] = pack<T>(A_rmem[r][k + 1][0], A_rmem[r][k + 1][1]);
+        }
+        for (int n = 0; n < N; n += 2) {
+            uint32_t b[4];
+            ldmatrix_transposed(b, b_smem + 2 * (8 * k * ROW + 8 * n));
+            for (int r = 0; r < R; r += 2) {
+                mma<T>(sums_rmem[r][n], sums_rmem[r + 1][n], a[r / 2], b[0], b[1]);
+                mma<T>(sums_rmem[r][n + 1], sums_rmem[r + 1][n + 1], a[r / 2], b[2], b[3]);
+            }
+        }
+    }
+}
+// Stores the blocks to those rows of head h, from `first` on, that exist.
+template <class T, int R, int N>
+__device__ void v2_store(const float (&x_rmem)[R][N][2], const Heads& x, int b, int h, int first,
+                         int rows) {
+    for (int r = 0; r < R; r++) {
+        int i = first + v2_row(r);
+        if (i >= rows) { continue; }
+        T* row = head_of<T>(x, b, h) + i * x.row;
+        for (int n = 0; n < N; n++) {
+            *(uint32_t*)(row + v2_column(n, 0)) = pack<T>(x_rmem[r][n][0], x_rmem[r][n][1]);
+        }
+    }
+}
+// Gives the score -inf to keys that a query does not see. Rows are queries from q0 on, columns keys
+// from k0 on; TRANSPOSED, the other way round.
+template <bool TRANSPOSED, int R, int N>
+__device__ void v2_mask(float (&S_rmem)[R][N][2], const AttentionArgs& a, int q0, int k0) {
+    int last_key = k0 + 8 * (TRANSPOSED ? R : N) - 1;
+    if (last_key < keys_seen(a.causal, q0, a.Tk)) { return; }  // all see all
+
+    v2_each(S_rmem, [&](float& s, int r, int n, int e) {
+        int i = q0 + (TRANSPOSED ? v2_column(n, e) : v2_row(r));
+        int j = k0 + (TRANSPOSED ? v2_row(r) : v2_column(n, e));
+        if (j >= keys_seen(a.causal, i, a.Tk)) { s = -INFINITY; }
+    });
+}
+// Does step 2, and what of steps 3 to 5 multiplies by shrink. It is lazy: any m gives the same O
+// and L as long as nothing overflows. So m follows a score only when that exceeds it by more than
+// SLACK powers of two. Mostly no score of the warp does, which saves the exchange between the four
+// lanes of a row and the scaling of O. m is kept times c.
+template <int R, int N, int K>
+__device__ void v2_raise_maximum(float (&m)[R], float (&l)[R], float (&O_rmem)[R][N][2],
+                                 float (&S_rmem)[R][K][2], float c) {
+    float larger[R];
+    bool due = false;
+    for (float& x : larger) { x = -INFINITY; }
+    v2_each(S_rmem, [&](float s, int r, int, int) { larger[r] = fmaxf(larger[r], s); });
+    for (int r = 0; r < R; r++) {
+        larger[r] = fmaxf(m[r], larger[r] * c);
+        due |= larger[r] > m[r] + SLACK;
+    }
+    if (!__any_sync(0xffffffff, due)) { return; }
+
+    for (int r = 0; r < R; r++) {
+        larger[r] = fmaxf(larger[r], __shfl_xor_sync(0xffffffff, larger[r], 1));
+        larger[r] = fmaxf(larger[r], __shfl_xor_sync(0xffffffff, larger[r], 2));
+        float shrink = exp2_approx(m[r] - larger[r]);
+        l[r] *= shrink;
+        for (auto& o : O_rmem[r]) {
+            o[0] *= shrink;
+            o[1] *= shrink;
+        }
+        m[r] = larger[r];
+    }
+}
+
+// Writes O and L: a block owns queries, and the keys that they see pass. The exponential is exp2,
+// which the GPU has: exp(scale (s - m)) is exp2(c s - c m), with c = scale log2(e).
+template <class T, int D, int R>
+__global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_forward_kernel(AttentionArgs a) {
+    constexpr int Bq = v2_own(R), Bk = v2_keys(D), ROW = v2_stride(D);
+    extern __shared__ uint4 shared[];
+    T* Q_smem = (T*)shared;             // [Bq,ROW]
+    T* K_smem = Q_smem + Bq * ROW;      // [2,Bk,ROW]: tiles j and j + 1
+    T* V_smem = K_smem + 2 * Bk * ROW;  // [2,Bk,ROW]
+    int head = blockIdx.x, b = head / a.H, h = head % a.H;
+    int q0 = (gridDim.y - 1 - blockIdx.y) * Bq;  // those that see most keys start first
+    int own = threadIdx.x / WARP * 8 * R;        // the warp's first row of the tile
+    auto load = [&](int j) {
+        v2_load<D, Bk>(K_smem + j % 2 * Bk * ROW, a.k, b, h, j * Bk, a.Tk);
+        v2_load<D, Bk>(V_smem + j % 2 * Bk * ROW, a.v, b, h, j * Bk, a.Tk);
+    };
+    v2_load<D, Bq>(Q_smem, a.q, b, h, q0, a.Tq);
+    load(0);
+
+    float c = a.scale * LOG2_E;
+    float O_rmem[R][D / 8][2] = {}, m[R], l[R] = {};  // l: this lane's share of the row's
+    for (float& x : m) { x = -FLT_MAX; }
+    int keys = keys_seen(a.causal, q0 + Bq - 1, a.Tk);
+    int keys_of_warp = keys_seen(a.causal, q0 + own + 8 * R - 1, a.Tk);
+    for (int j = 0; j * Bk < keys; j++) {
+        await_copies();
+        __syncthreads();  // all threads' copies are there, and all warps have read tile j - 1
+        if ((j + 1) * Bk < keys) { load(j + 1); }
+        if (j * Bk >= keys_of_warp) { continue; }
+
+        const T *K_j = K_smem + j % 2 * Bk * ROW, *V_j = V_smem + j % 2 * Bk * ROW;
+        float S_rmem[R][Bk / 8][2] = {};
+        v2_dot<D>(S_rmem, Q_smem + own * ROW, K_j);  // step 1, but for the scale
+        v2_mask<false>(S_rmem, a, q0 + own, j * Bk);
+        v2_raise_maximum(m, l, O_rmem, S_rmem, c);  // step 2
+        v2_each(S_rmem, [&](float& s, int r, int, int) {
+            s = exp2_approx(s * c - m[r]);  // step 3: S becomes P
+            l[r] += s;                      // step 4
+        });
+        v2_add_rows(O_rmem, S_rmem, V_j);  // step 5
+    }
+
+    for (int r = 0; r < R; r++) {  // step 6
+        l[r] += __shfl_xor_sync(0xffffffff, l[r], 1);
+        l[r] += __shfl_xor_sync(0xffffffff, l[r], 2);
+        int i = q0 + own + v2_row(r);
+        if (threadIdx.x % 4 == 0 && i < a.Tq) {
+            a.L[(int64_t)head * a.Tq + i] = m[r] / LOG2_E + logf(l[r]);
+        }
+        l[r] = 1 / l[r];
+    }
+    v2_each(O_rmem, [&](float& o, int r, int, int) { o *= l[r]; });
+    v2_store<T>(O_rmem, a.o, b, h, q0 + own, a.Tq);
+}
+
+// What the kernels of the backward read of a query: L log2(e), and D_i. Of queries beyond Tq, up to
+// a multiple of V2_QUERIES, L is inf, which makes their P 0.
+struct V2Query {
+    float L, D_i;
+};
+constexpr int V2_QUERIES = 128;
+
+// Does step 7: a warp takes a query.
+template <class T>
+__global__ void flash_v2_delta_kernel(AttentionArgs a, int D,
+                                      V2Query* queries,  // [B*H,rows]
+                                      int rows) {
+    int64_t n = (blockIdx.x * (int64_t)V2_THREADS + threadIdx.x) / WARP;
+    int head = (int)(n / rows), b = head / a.H, h = head % a.H;
+    int i = (int)(n % rows), lane = threadIdx.x % WARP;
+    V2Query query = {INFINITY, 0};
+    if (i < a.Tq) {
+        const T* o = head_of<const T>(a.o, b, h) + i * a.o.row;
+        const T* dO = head_of<const T>(a.dO, b, h) + i * a.dO.row;
+        float sum = 0;
+        for (int d = lane; d < D; d += WARP) { sum += o[d] * dO[d]; }
+        query = {a.L[(int64_t)head * a.Tq + i] * LOG2_E, warp_sum(sum)};
+    }
+    if (lane == 0) { queries[n] = query; }
+}
+
+// Writes dQ: a block owns queries, and the keys that they see pass.
+template <class T, int D, int R>
+__global__ void __launch_bounds__(V2_THREADS, 2)
+    flash_v2_dq_kernel(AttentionArgs a,
+                       const V2Query* queries,  // [B*H,rows]
+                       int rows) {
+    constexpr int Bq = v2_own(R), Bk = v2_keys(D), ROW = v2_stride(D);
+    extern __shared__ uint4 shared[];
+    T* Q_smem = (T*)shared;             // [Bq,ROW]
+    T* dO_smem = Q_smem + Bq * ROW;     // [Bq,ROW]
+    T* K_smem = dO_smem + Bq * ROW;     // [2,Bk,ROW]: tiles j and j + 1
+    T* V_smem = K_smem + 2 * Bk * ROW;  // [2,Bk,ROW]
+    int head = blockIdx.x, b = head / a.H, h = head % a.H;
+    int q0 = (gridDim.y - 1 - blockIdx.y) * Bq;  // those that see most keys start first
+    int own = threadIdx.x / WARP * 8 * R;        // the warp's first row of the tile
+    auto load = [&](int j) {
+        v2_load<D, Bk>(K_smem + j % 2 * Bk * ROW, a.k, b, h, j * Bk, a.Tk);
+        v2_load<D, Bk>(V_smem + j % 2 * Bk * ROW, a.v, b, h, j * Bk, a.Tk);
+    };
+    v2_load<D, Bq>(Q_smem, a.q, b, h, q0, a.Tq);
+    v2_load<D, Bq>(dO_smem, a.dO, b, h, q0, a.Tq);
+    load(0);
+    V2Query query[R];
+    for (int r = 0; r < R; r++) { query[r] = queries[(int64_t)head * rows + q0 + own + v2_row(r)]; }
+
+    float c = a.scale * LOG2_E;
+    float dQ_rmem[R][D / 8][2] = {};
+    int keys = keys_seen(a.causal, q0 + Bq - 1, a.Tk);
+    int keys_of_warp = keys_seen(a.causal, q0 + own + 8 * R - 1, a.Tk);
+    for (int j = 0; j * Bk < keys; j++) {
+        await_copies();
+        __syncthreads();  // all threads' copies are there, and all warps have read tile j - 1
+        if ((j + 1) * Bk < keys) { load(j + 1); }
+        if (j * Bk >= keys_of_warp) { continue; }
+
+        const T *K_j = K_smem + j % 2 * Bk * ROW, *V_j = V_smem + j % 2 * Bk * ROW;
+        float S_rmem[R][Bk / 8][2] = {}, dP_rmem[R][Bk / 8][2];
+        v2_dot<D>(S_rmem, Q_smem + own * ROW, K_j);  // step 8
+        v2_mask<false>(S_rmem, a, q0 + own, j * Bk);
+        v2_each(dP_rmem, [&](float& dp, int r, int, int) { dp = -query[r].D_i; });
+        v2_dot<D>(dP_rmem, dO_smem + own * ROW, V_j);  // step 10, and step 11's - D_i
+        v2_each(dP_rmem, [&](float& dp, int r, int n, int e) {
+            dp *= exp2_approx(S_rmem[r][n][e] * c - query[r].L);  // steps 8 and 11: dP becomes dS
+        });
+        v2_add_rows(dQ_rmem, dP_rmem, K_j);  // step 12, but for the scale
+    }
+    v2_each(dQ_rmem, [&](float& dq, int, int, int) { dq *= a.scale; });
+    v2_store<T>(dQ_rmem, a.dq, b, h, q0 + own, a.Tq);
+}
+
+// Writes dK and dV: a block owns keys, and the queries that see them pass. S and dP are transposed,
+// a row being a key: so P^T and dS^T lie as steps 9 and 13 take them.
+template <class T, int D, int R>
+__global__ void __launch_bounds__(V2_THREADS, 2)
+    flash_v2_dkv_kernel(AttentionArgs a,
+                        const V2Query* queries,  // [B*H,rows]
+                        int rows) {
+    constexpr int Bk = v2_own(R), Bq = v2_queries(D), ROW = v2_stride(D);
+    extern __shared__ uint4 shared[];
+    T* K_smem = (T*)shared;                                    // [Bk,ROW]
+    T* V_smem = K_smem + Bk * ROW;                             // [Bk,ROW]
+    T* Q_smem = V_smem + Bk * ROW;                             // [2,Bq,ROW]: tiles i and i + 1
+    T* dO_smem = Q_smem + 2 * Bq * ROW;                        // [2,Bq,ROW]
+    V2Query* query_smem = (V2Query*)(dO_smem + 2 * Bq * ROW);  // [2,Bq]
+    int head = blockIdx.x, b = head / a.H, h = head % a.H;
+    int k0 = blockIdx.y * Bk;
+    int own = threadIdx.x / WARP * 8 * R;  // the warp's first row of the tile
+    auto load = [&](int i) {
+        v2_load<D, Bq>(Q_smem + i % 2 * Bq * ROW, a.q, b, h, i * Bq, a.Tq);
+        v2_load<D, Bq>(dO_smem + i % 2 * Bq * ROW, a.dO, b, h, i * Bq, a.Tq);
+        int two = 2 * threadIdx.x;  // queries have 16 bytes
+        if (two < Bq) {
+            copy_16(query_smem + i % 2 * Bq + two, queries + (int64_t)head * rows + i * Bq + two,
+                    true);
+        }
+    };
+    v2_load<D, Bk>(K_smem, a.k, b, h, k0, a.Tk);
+    v2_load<D, Bk>(V_smem, a.v, b, h, k0, a.Tk);
+    int first = a.causal ? k0 / Bq : 0;
+    if (first * Bq < a.Tq) { load(first); }
+
+    float c = a.scale * LOG2_E;
+    float dK_rmem[R][D / 8][2] = {}, dV_rmem[R][D / 8][2] = {};
+    for (int i = first; i * Bq < a.Tq; i++) {
+        await_copies();
+        __syncthreads();  // all threads' copies are there, and all warps have read tile i - 1
+        if ((i + 1) * Bq < a.Tq) { load(i + 1); }
+        if (a.causal && (i + 1) * Bq <= k0 + own) { continue; }  // it sees none of the warp's keys
+
+        const T *Q_i = Q_smem + i % 2 * Bq * ROW, *dO_i = dO_smem + i % 2 * Bq * ROW;
+        const V2Query* query = query_smem + i % 2 * Bq;
+        float S_rmem[R][Bq / 8][2] = {}, dP_rmem[R][Bq / 8][2];
+        v2_dot<D>(S_rmem, K_smem + own * ROW, Q_i);  // step 8
+        v2_mask<true>(S_rmem, a, i * Bq, k0 + own);
+        v2_each(S_rmem, [&](float& s, int r, int n, int e) {
+            s = exp2_approx(s * c - query[v2_column(n, e)].L);  // S becomes P
+        });
+        v2_add_rows(dV_rmem, S_rmem, dO_i);  // step 9
+        v2_each(dP_rmem, [&](float& dp, int, int n, int e) { dp = -query[v2_column(n, e)].D_i; });
+        v2_dot<D>(dP_rmem, V_smem + own * ROW, dO_i);  // step 10, and step 11's - D_i
+        v2_each(dP_rmem, [&](float& dp, int r, int n, int e) {
+            dp *= S_rmem[r][n][e];  // step 11: dP becomes dS
+        });
+        v2_add_rows(dK_rmem, dP_rmem, Q_i);  // step 13, but for the scale
+    }
+    await_copies();  // where no query sees these keys, K and V are still on their way
+    v2_each(dK_rmem, [&](float& dk, int, int, int) { dk *= a.scale; });
+    v2_store<T>(dK_rmem, a.dk, b, h, k0 + own, a.Tk);
+    v2_store<T>(dV_rmem, a.dv, b, h, k0 + own, a.Tk);
+}
+
+// Returns the bytes of a block that owns so many matrices: these, two tiles of each of two that
+// pass, and two of queries' L and D_i.
+constexpr size_t v2_bytes(int matrices, int D, int R) {
+    return (matrices * v2_own(R) + 4 * v2_keys(D)) * v2_stride(D) * sizeof(bf16) +
+           2 * v2_keys(D) * sizeof(V2Query);
+}
+// Launches a kernel whose blocks own OWN rows each of `rows`.
+template <int OWN, class... P, class... A>
+static void v2_launch(void (*kernel)(P...), int rows, size_t bytes, const AttentionArgs& a,
+                      const A&... more) {
+    CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    kernel<<<dim3(a.B * a.H, ceil_div(rows, OWN)), V2_THREADS, bytes, stream()>>>(a, more...);
+    LAUNCH_CHECK();
+}
+template <int N>
+using Constant = std::integral_constant<int, N>;
+
+// Calls f(zero, D, R): zero has the tensors' type, and the compiler knows their head size D and
+// what a warp owns. That is 32 rows, R = 4, where the block has the memory and every SM still gets
+// two blocks; else 16.
+template <class F>
+static void v2_with(const AttentionTensors& t, int matrices, F f) {
+    auto with_R = [&](auto zero, auto D) {
+        int64_t blocks = t.q.dim(0) * t.q.dim(1) * ceil_div(t.q.dim(2), v2_own(4));
+        size_t bytes = v2_bytes(matrices, D, 4);
+        if (blocks > 2 * multiprocessors() && bytes <= shared_memory_per_block()) {
+            f(zero, D, Constant<4>());
+        } else {
+            f(zero, D, Constant<2>());
+        }
+    };
+    auto with_D = [&](auto zero) {
+        switch (head_size(t)) {
+            case 16: return with_R(zero, Constant<16>());
+            case 32: return with_R(zero, Constant<32>());
+            case 64: return with_R(zero, Constant<64>());
+            case 80: return with_R(zero, Constant<80>());
+            case 128: return with_R(zero, Constant<128>());
+            default: fail("flash_v2: no kernel for this head size");
+        }
+    };
+    if (t.q.dtype == BF16) { return with_D(bf16()); }
+    with_D(fp16());
+}
+static void flash_v2_forward(const AttentionTensors& t) {
+    AttentionArgs a = args_of(t);
+    v2_with(t, 1, [&](auto zero, auto D, auto R) {
+        using T = decltype(zero);
+        v2_launch<v2_own(R)>(flash_v2_forward_kernel<T, D, R>, a.Tq, v2_bytes(1, D, R), a);
+    });
+}
+// Writes dQ, then dK and dV. At D = 128 registers last for the sums of 16 rows only.
+static void flash_v2_backward(const AttentionTensors& t) {
+    AttentionArgs a = args_of(t);
+    int rows = ceil_div(a.Tq, V2_QUERIES) * V2_QUERIES;
+    Tensor workspace = empty({a.B, a.H, rows, 2}, F32, WORKSPACE);
+    V2Query* queries = (V2Query*)workspace.data;
+    v2_with(t, 2, [&](auto zero, auto D, auto most) {
+        using T = decltype(zero);
+        constexpr int R = D == 128 ? 2 : most, OWN = v2_own(R);
+        size_t bytes = v2_bytes(2, D, R);
+        LAUNCH(flash_v2_delta_kernel<T>, ceil_div((int64_t)a.B * a.H * rows, V2_WARPS), V2_THREADS,
+               a, D, queries, rows);
+        v2_launch<OWN>(flash_v2_dq_kernel<T, D, R>, a.Tq, bytes, a, queries, rows);
+        v2_launch<OWN>(flash_v2_dkv_kernel<T, D, R>, a.Tk, bytes, a, queries, rows);
+    });
+}
+// It has to be compiled for a card with such tensor cores, and a block needs the memory.
+static bool flash_v2_takes(DType t, int64_t D) {
+    const int compiled = compiled_for(flash_v2_delta_kernel<bf16>);
+    const bool multiplies = (t == BF16 && compiled >= 80) || (t == F16 && compiled >= 75);
+    return multiplies && flash_head_size(D) && v2_bytes(2, (int)D, 2) <= shared_memory_per_block();
+}
+#endif
+
+// -------------------------------------------------------------------------------------------------
 // 1.3.2, the table of implementations: dispatch, commands, benchmarks and tests walk it.
 
 static bool flash_on_gpu(DType, int64_t D) { return flash_head_size(D); }
@@ -431,16 +920,19 @@ static const AddRow<AttentionImpl> flash_impls[] = {
     {{"tiled", CPU, 30, only_fp32, nullptr, flash_forward_cpu, flash_backward_cpu}},
     // A build for the CPU has this, too: memory is predicted for a GPU.
     {{"flash_v1", CUDA, 30, flash_on_gpu, nullptr, flash_v1_forward, flash_v1_backward}},
+#ifdef __CUDACC__
+    {{"flash_v2", CUDA, 40, flash_v2_takes, nullptr, flash_v2_forward, flash_v2_backward}},
+#endif
 };
 
-// Returns the last row that takes this and has both passes by hand; null if there is none. None is
-// offered in fp16: on the GPU only flash_v1 takes that, and fused, on tensor cores, is faster.
+// Returns the last row that takes this and has both passes by hand; null if there is none. In fp16
+// flash_v1 is no choice on the GPU: fused, on tensor cores, is faster.
 const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D) {
     const AttentionImpl* best = nullptr;
-    if (dtype == F16) { return best; }
     for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
         if (impl.forward && impl.device == device && impl.takes(dtype, D)) { best = &impl; }
     }
+    if (best && best->forward == flash_v1_forward && dtype == F16) { return nullptr; }
     return best;
 }
 

@@ -260,7 +260,7 @@ static void add_common_options(Adder& add, Options& o) {
     add("--precision", o.precision, one_of({"fp32", "tf32", "bf16", "fp16", "pure_bf16"}),
         "bf16 and fp16: autocast; pure_bf16: weights, gradients and moments, too", "fp32");
     add("--mode", o.mode, one_of({"eager", "fused", "flash"}),
-        "eager: a kernel per operation; flash: fused, with FlashAttention (not in fp16)", "flash");
+        "eager: a kernel per operation; flash: fused, with FlashAttention", "flash");
     add("--seed", o.seed, whole(0, INT_MAX), "seed of all random numbers", "0");
     add("--format", o.format, one_of({"md", "csv"}), "format of the tables", "md");
     add.flag("--quick", o.quick,

@@ -24,24 +24,6 @@
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HAS_WGMMA
 #endif
-// Returns the compute capability (80, 90, ...) of the code that this card runs for a kernel; 0
-// without a card or code for it.
-template <class... P>
-int compiled_for(void (*kernel)(P...)) {
-    static map<void (*)(P...), int> known;  // each launch with EARLY asks
-    auto [found, is_new] = known.insert({kernel, 0});
-    if (!is_new || cuda_devices() == 0) { return found->second; }
-
-    cudaFuncAttributes attributes = {};
-    cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
-    if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
-        cudaGetLastError();  // it would be reported as the next launch's
-        error = cudaSuccess;
-    }
-    CUDA_CHECK(error);
-    return found->second = attributes.ptxVersion;
-}
-
 // Returns the grid of attention's kernels: block (x, y, z) owns tile y of head z gridDim.x + x.
 // Blocks start in the order x, y, z: of gridDim.x heads all first tiles, then all second ones. A
 // head's blocks stream the same K and V past themselves (backward: Q and dO, and add to the same
@@ -59,13 +41,6 @@ inline dim3 attention_grid(const AttentionArgs& a, int tiles, int blocks = 1) {
 }
 DEVICE int head_of_block(int z = blockIdx.z) { return z * gridDim.x + blockIdx.x; }
 
-// The most that a block can have: 99 KB on compute capability 8.6, 8.9 and 12.0, A100 163, H100 227
-inline size_t shared_memory_per_block() {
-    int device, bytes;
-    CUDA_CHECK(cudaGetDevice(&device));
-    CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    return bytes;
-}
 // Programmatic dependent launch (EARLY): on compute capability 9.0 a kernel launched so may start
 // when all blocks of the kernel before it in the stream have called let_next_kernel_start() or
 // ended. What that kernel writes it may read, and what that kernel uses overwrite, only after
@@ -103,30 +78,6 @@ void launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared_bytes, c
 // -------------------------------------------------------------------------------------------------
 // Arithmetic and copies
 
-// exp(x) = exp2(x log2 e), and exp2 is what the GPU has
-constexpr float LOG2_E = 1.4426950408889634f;
-// With tensor cores step 2 is lazy. Any m gives the same O and L as long as nothing overflows, so
-// what is subtracted from a row's scores follows their maximum only when one exceeds it by more
-// than SLACK powers of two. P <= 256 then, far from the limits of fp32 sums.
-constexpr float SLACK = 8;
-DEVICE float exp2_approx(float x) {  // 2 ulp; results below 2^-126 become 0; exp2(-inf) = 0
-    float r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
-}
-DEVICE uint32_t pack(float low, float high) {  // rounded to bf16, the first in the low half
-    uint32_t r;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
-// Copies 16 bytes from global to shared memory, asynchronously, without passing through registers;
-// zeros if !valid.
-DEVICE void cp_async_16(void* smem, const void* global, bool valid) {
-    uint32_t to = (uint32_t)__cvta_generic_to_shared(smem);
-    int bytes = valid ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes)
-                 : "memory");
-}
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>  // waits until at most the N newest groups of this thread are pending
 DEVICE void cp_async_wait() {

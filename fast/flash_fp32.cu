@@ -63,7 +63,7 @@ DEVICE void load_rows(float* to, const float* from, int64_t stride, int first, i
     for (int i = thread; i < ROWS * (D / 4); i += THREADS) {
         int r = i / (D / 4), c = i % (D / 4) * 4;
         bool valid = first + r < rows;
-        cp_async_16(to + r * (D + 4) + c, from + (valid ? first + r : 0) * stride + c, valid);
+        copy_16(to + r * (D + 4) + c, from + (valid ? first + r : 0) * stride + c, valid);
     }
 }
 

@@ -128,7 +128,7 @@ DEVICE void load_rows(bf16* to, const bf16* from, int stride, int valid) {
     from += (int64_t)r * stride + d;
     to += r * Tile::row + d;
     for (int i = 0; i < ROWS / step; i++) {
-        cp_async_16(to + i * step * Tile::row, from, r + i * step < valid);
+        copy_16(to + i * step * Tile::row, from, r + i * step < valid);
         from += (int64_t)step * stride;
     }
 }
@@ -488,7 +488,7 @@ DEVICE void load_rows(bf16* to, const bf16* x, int64_t stride, int first, int ro
     // Addresses advance by constants: this runs before each tile's first product.
     for (int i = 0; i < ROWS; i += down) {
         // of a row that does not exist nothing is read
-        cp_async_16(to + i * Tile::row, from, i < left);
+        copy_16(to + i * Tile::row, from, i < left);
         from += down * stride;
     }
 }
@@ -690,8 +690,7 @@ __global__ __launch_bounds__(Tile::threads, Tile::blocks) void backward_main(Att
         load_rows<Tile, Bq>(dO + i % 2 * tile_size, from_dO, a.dO.row, i * Bq, a.Tq);
         if (threadIdx.x < Bq / 2) {  // two queries are 16 bytes
             int two = threadIdx.x * 2;
-            cp_async_16(stats + i % 2 * Bq + two, (const float2*)w.stats + (row + i * Bq + two),
-                        true);
+            copy_16(stats + i % 2 * Bq + two, (const float2*)w.stats + (row + i * Bq + two), true);
         }
         cp_async_commit();
     };

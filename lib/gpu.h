@@ -24,6 +24,31 @@ HD inline void store_pack(T* to, const Pack<T, W>& pack) {
 int multiprocessors();
 int compute_capability();  // 75 for 7.5
 
+// The most that a block can have: 99 KB on compute capability 8.6, 8.9 and 12.0, A100 163, H100 227
+inline size_t shared_memory_per_block() {
+    int device, bytes;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    return bytes;
+}
+// Returns the compute capability (80, 90, ...) of the code that this card runs for a kernel; 0
+// without a card or code for it.
+template <class... P>
+int compiled_for(void (*kernel)(P...)) {
+    static map<void (*)(P...), int> known;  // each launch may ask
+    auto [found, is_new] = known.insert({kernel, 0});
+    if (!is_new || cuda_devices() == 0) { return found->second; }
+
+    cudaFuncAttributes attributes = {};
+    cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
+        cudaGetLastError();  // it would be reported as the next launch's
+        error = cudaSuccess;
+    }
+    CUDA_CHECK(error);
+    return found->second = attributes.ptxVersion;
+}
+
 // lib/matmul.cu: starts cuBLAS and allocates its workspace; without this the first product does.
 void start_cublas();
 
