@@ -112,6 +112,21 @@ AttentionRuns time_all(const AttentionImpl* other, int B, bool causal, DType dty
 // What flash_v2 and the kernels of fast/ share
 
 #ifdef __CUDACC__
+template <int N>
+using Constant = std::integral_constant<int, N>;
+// Calls f(D), with which the compiler knows the head size of these tensors.
+template <class F>
+void with_head_size(const AttentionTensors& t, F f) {
+    switch (t.q.dim(3)) {
+        case 16: return f(Constant<16>());
+        case 32: return f(Constant<32>());
+        case 64: return f(Constant<64>());
+        case 80: return f(Constant<80>());
+        case 128: return f(Constant<128>());
+        default: fail("attention: no kernel for head size %ld", (long)t.q.dim(3));
+    }
+}
+
 // exp(x) = exp2(x log2 e), and exp2 is what the GPU has
 constexpr float LOG2_E = 1.4426950408889634f;
 // With tensor cores step 2 is lazy. Any m gives the same O and L as long as nothing overflows, so

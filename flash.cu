@@ -848,35 +848,24 @@ static void v2_launch(void (*kernel)(P...), int rows, size_t bytes, const Attent
     kernel<<<dim3(a.B * a.H, ceil_div(rows, OWN)), V2_THREADS, bytes, stream()>>>(a, more...);
     LAUNCH_CHECK();
 }
-template <int N>
-using Constant = std::integral_constant<int, N>;
-
 // Calls f(zero, D, R): zero has the tensors' type, and the compiler knows their head size D and
 // what a warp owns. That is 32 rows, R = 4, where the block has the memory and every SM still gets
 // two blocks; else 16.
 template <class F>
 static void v2_with(const AttentionTensors& t, int matrices, F f) {
-    auto with_R = [&](auto zero, auto D) {
-        int64_t blocks = t.q.dim(0) * t.q.dim(1) * ceil_div(t.q.dim(2), v2_own(4));
-        size_t bytes = v2_bytes(matrices, D, 4);
-        if (blocks > 2 * multiprocessors() && bytes <= shared_memory_per_block()) {
-            f(zero, D, Constant<4>());
-        } else {
-            f(zero, D, Constant<2>());
-        }
-    };
-    auto with_D = [&](auto zero) {
-        switch (head_size(t)) {
-            case 16: return with_R(zero, Constant<16>());
-            case 32: return with_R(zero, Constant<32>());
-            case 64: return with_R(zero, Constant<64>());
-            case 80: return with_R(zero, Constant<80>());
-            case 128: return with_R(zero, Constant<128>());
-            default: fail("flash_v2: no kernel for this head size");
-        }
-    };
-    if (t.q.dtype == BF16) { return with_D(bf16()); }
-    with_D(fp16());
+    with_head_size(t, [&](auto D) {
+        auto with_type = [&](auto zero) {
+            int64_t blocks = t.q.dim(0) * t.q.dim(1) * ceil_div(t.q.dim(2), v2_own(4));
+            size_t bytes = v2_bytes(matrices, D, 4);
+            if (blocks > 2 * multiprocessors() && bytes <= shared_memory_per_block()) {
+                f(zero, D, Constant<4>());
+            } else {
+                f(zero, D, Constant<2>());
+            }
+        };
+        if (t.q.dtype == BF16) { return with_type(bf16()); }
+        with_type(fp16());
+    });
 }
 static void flash_v2_forward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);

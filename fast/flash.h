@@ -1,5 +1,4 @@
-// fast/flash.h: what the fast attention kernels share: how they are launched, arithmetic and
-// copies, and the two small kernels before and after a backward on tensor cores. Steps are
+// fast/flash.h: what the fast attention kernels share: how they are launched, and copies. Steps are
 // flash.cu's: read those first. In these files
 //   - a block owns one tile of rows (queries, or keys and values) and streams the tiles of the
 //     other side past them;
@@ -19,7 +18,7 @@
 // What a kernel's body is made of may be missing in the architecture that it is compiled for. The
 // body is then empty, and compiled_for() tells `takes` not to offer it.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-#define HAS_CP_ASYNC  // and mma.sync of 16x8x16
+#define HAS_CP_ASYNC
 #endif
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HAS_WGMMA
@@ -41,9 +40,9 @@ inline dim3 attention_grid(const AttentionArgs& a, int tiles, int blocks = 1) {
 }
 DEVICE int head_of_block(int z = blockIdx.z) { return z * gridDim.x + blockIdx.x; }
 
-// Programmatic dependent launch (EARLY): on compute capability 9.0 a kernel launched so may start
-// when all blocks of the kernel before it in the stream have called let_next_kernel_start() or
-// ended. What that kernel writes it may read, and what that kernel uses overwrite, only after
+// Programmatic dependent launch (EARLY), from compute capability 9.0 on: a kernel launched so may
+// start when all blocks of the kernel before it in the stream have called let_next_kernel_start()
+// or ended. What that kernel writes it may read, and what that kernel uses overwrite, only after
 // await_previous_kernel(), which waits for that kernel's end. (Kernels further back have ended, if
 // that one was not launched so itself, or called await_previous_kernel() first.)
 DEVICE void let_next_kernel_start() {
@@ -70,14 +69,12 @@ void launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared_bytes, c
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream();
     config.attrs = &early;
-    config.numAttrs = EARLY && compiled_for(kernel) == 90;
+    config.numAttrs = EARLY;
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args...));
     LAUNCH_CHECK();
 }
 
-// -------------------------------------------------------------------------------------------------
-// Arithmetic and copies
-
+// Copies in groups: cp_async_commit() ends a group of copy_16() (attention.h).
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>  // waits until at most the N newest groups of this thread are pending
 DEVICE void cp_async_wait() {

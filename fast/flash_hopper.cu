@@ -1,7 +1,7 @@
 // fast/flash_hopper.cu: FlashAttention on the H100 and H200 (compute capability 9.0), with what
 // only they have.
 //
-// What changed against fast/flash_mma.cu, and why it is faster:
+// What changed against flash_v2 (flash.cu), and why it is faster:
 //   - wgmma: four warps, a warpgroup, multiply 64xK by KxN matrices straight from shared memory,
 //     asynchronously. It reaches the card's full rate, mma.sync about 60 % of it.
 //   - TMA: one thread asks for a whole tile, and the copy engine writes it to shared memory,
@@ -26,12 +26,10 @@
 constexpr int SLAB = 64;  // columns of a slab, a part of a tile (see "Tiles in shared memory")
 constexpr int SLAB_ROW = 2 * SLAB;  // bytes
 
-DEVICE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-
 // An mbarrier passes from phase to phase: each time `count` arrivals were made and all announced
 // bytes have come.
 DEVICE void mbarrier_init(uint64_t* b, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(count)
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(b)), "r"(count)
                  : "memory");
 }
 // Makes the initialised mbarriers visible to the copy engine; __syncthreads() makes them visible to
@@ -40,11 +38,11 @@ DEVICE void mbarrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 DEVICE void mbarrier_arrive(uint64_t* b) {
-    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(b))
+    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(smem_address(b))
                  : "memory");
 }
 DEVICE void mbarrier_arrive_expecting(uint64_t* b, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)),
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(b)),
                  "r"(bytes)
                  : "memory");
 }
@@ -54,7 +52,7 @@ DEVICE void mbarrier_wait(uint64_t* b, int parity) {
     asm volatile(
         "{\n.reg .pred done;\n"
         "again: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n}" ::"r"(shared_address(b)),
+        "@!done bra again;\n}" ::"r"(smem_address(b)),
         "r"(parity)
         : "memory");
 }
@@ -65,8 +63,8 @@ DEVICE void tma_load(void* to, const CUtensorMap* map, uint64_t* b, int d, int r
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
         "[%1, {%3,%4,%5,%6}], "
-        "[%2];" ::"r"(shared_address(to)),
-        "l"(map), "r"(shared_address(b)), "r"(d), "r"(row), "r"(h), "r"(batch)
+        "[%2];" ::"r"(smem_address(to)),
+        "l"(map), "r"(smem_address(b)), "r"(d), "r"(row), "r"(h), "r"(batch)
         : "memory");
 }
 // Starts copies of a tile of so many slabs, from row `row` on. The mbarrier expects its bytes and
@@ -84,8 +82,8 @@ DEVICE void tma_load_tile(char* to, int slab_bytes, const CUtensorMap* map, uint
 DEVICE void bulk_load(void* to, const void* from, int bytes, uint64_t* b) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(shared_address(to)),
-        "l"(from), "r"(bytes), "r"(shared_address(b))
+            "r"(smem_address(to)),
+        "l"(from), "r"(bytes), "r"(smem_address(b))
         : "memory");
 }
 // Makes what this thread stored to shared memory visible to what wgmma and TMA do there after the
@@ -95,7 +93,7 @@ DEVICE void shared_to_async_fence() { asm volatile("fence.proxy.async.shared::ct
 // address of row l%8 of matrix l/8, and holds of each matrix two neighbours of column l/4.
 DEVICE void stmatrix_x4_transposed(void* smem, const uint32_t (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
-                     shared_address(smem)),
+                     smem_address(smem)),
                  "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
 }
@@ -213,7 +211,7 @@ WGMMA_SS(64, 128, R64, 64, 65, 66, 67, D64)
 // index and N > 64; else unused. This is the low word, address and LBO in units of 16 bytes;
 // full_descriptor() adds the high one.
 DEVICE uint32_t descriptor(const void* at, int lbo) {
-    return (uint32_t)(lbo / 16) << 16 | (shared_address(at) & 0x3FFFF) / 16;
+    return (uint32_t)(lbo / 16) << 16 | (smem_address(at) & 0x3FFFF) / 16;
 }
 DEVICE uint32_t advance(uint32_t descriptor, int bytes) { return descriptor + bytes / 16; }
 // Returns the other stage's descriptor in a ring of two that starts at `first`, the one after
@@ -431,7 +429,7 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
                              ForwardBarriers<Tile>& bars, char* dynamic, int warpgroup) {
     constexpr int D = Tile::D, Bk = Tile::Bk, stages = Tile::stages;
     // passed, it costs instructions
-    char* q_tiles = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
+    char* q_tiles = dynamic + (1024 - smem_address(dynamic) % 1024) % 1024;
     int t = threadIdx.x % 128, warp = t / WARP, lane = t % WARP;
     float c = a.scale * LOG2_E;
     uint32_t k_at = descriptor(q_tiles + Tile::k_ring, 16);
@@ -545,7 +543,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 #ifdef HAS_WGMMA
     extern __shared__ char dynamic[];
     __shared__ ForwardBarriers<Tile> bars;
-    char* q_tiles = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
+    char* q_tiles = dynamic + (1024 - smem_address(dynamic) % 1024) % 1024;
     char *k_ring = q_tiles + Tile::k_ring, *v_ring = q_tiles + Tile::v_ring;
     const int all = order.x * order.y * order.z;
 
@@ -596,9 +594,7 @@ HD constexpr int row_threads(int D) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Backward with tensor cores takes three kernels: `before`, the main one of fast/flash_mma.cu or of
-// fast/flash_hopper.cu, and `after`. The lanes of a warp hold the results of mma and of wgmma in
-// the same order.
+// Backward takes three kernels.
 //   before   step 7, and a zeroed fp32 dQ
 //   main     a block owns Bk keys and streams tiles of Bq queries past them: steps 8 to 13, of
 //            which step 12 adds to dQ by atomics, since the other blocks of this head add to the
@@ -607,7 +603,9 @@ HD constexpr int row_threads(int D) {
 
 // What lies between the kernels: dq in the order in which the main kernel's lanes hold it, and for
 // each two queries L log2(e) of both, then D_i of both. Rows beyond Tq have L = inf, which makes
-// their P 0.
+// their P 0. Of a 16x8 block of dQ a lane holds four neighbours in memory, so that a warp adds to
+// 128 neighbours: of row lane/4 the columns 2(lane%4) and the next one, then the same of row
+// lane/4 + 8.
 struct BackwardWorkspace {
     float* dq;      // [B*H, rows/16, D/8, 128]
     float4* stats;  // [B*H, rows/2]
@@ -615,46 +613,10 @@ struct BackwardWorkspace {
 };
 constexpr int BACKWARD_PAD = 128;
 
-// Returns where element i of a lane's four lies in a 16x8 block of dQ: row lane/4 + 8(i/2), column
-// 2(lane%4) + i%2. One vector add of a warp, or one scalar add, touches neighbouring addresses
-// only.
-DEVICE int dq_index(int lane, int i) {
-#if __CUDA_ARCH__ >= 900
-    return lane * 4 + i;
-#else
-    return i * WARP + lane;
-#endif
-}
-DEVICE void add_dq(float* block, int lane, const float (&x)[4]) {
-#if __CUDA_ARCH__ >= 900
-    atomicAdd((float4*)(block + dq_index(lane, 0)), make_float4(x[0], x[1], x[2], x[3]));
-#else
-    for (int i = 0; i < 4; i++) { atomicAdd(block + dq_index(lane, i), x[i]); }
-#endif
-}
-// x[c] becomes what lane 4r + c holds of a block: in both orders four float4.
-DEVICE void load_dq(float (&x)[4][4], const float4* block, int r) {
-    for (int k = 0; k < 4; k++) {
-#if __CUDA_ARCH__ >= 900
-        float4 four = block[4 * r + k];  // one lane's
-        x[k][0] = four.x;
-        x[k][1] = four.y;
-        x[k][2] = four.z;
-        x[k][3] = four.w;
-#else
-        float4 four = block[k * (WARP / 4) + r];  // of each lane one
-        x[0][k] = four.x;
-        x[1][k] = four.y;
-        x[2][k] = four.z;
-        x[3][k] = four.w;
-#endif
-    }
-}
-
 // ---- before: row_threads(D) threads take two neighbouring rows ----
 template <int D>
 static __global__ void backward_before(AttentionArgs a, BackwardWorkspace w) {
-#ifdef HAS_CP_ASYNC
+#ifdef HAS_WGMMA
     constexpr int GROUP = row_threads(D);
     let_next_kernel_start();
     int64_t index = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, pair = index / GROUP;
@@ -691,28 +653,27 @@ static __global__ void backward_before(AttentionArgs a, BackwardWorkspace w) {
 #endif
 }
 
-// ---- after: a thread writes 8 elements of two rows, r and r + 8 of a block: what four lanes hold
-// of it ----
+// ---- after: a thread writes 8 elements of two rows, r and r + 8 of a block: what the lanes 4r to
+// 4r + 3 held of it ----
 template <int D>
 static __global__ void backward_after(AttentionArgs a, BackwardWorkspace w) {
-#ifdef HAS_CP_ASYNC
+#ifdef HAS_WGMMA
     await_previous_kernel();
     int64_t index = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, tile = index / D;  // of 16 rows
     int n = (int)(index % (D / 8)), r = (int)(index / (D / 8) % 8);
     int bh = (int)(tile / (w.rows / 16)), i = (int)(tile % (w.rows / 16)) * 16 + r;
     if (bh >= a.B * a.H) { return; }
     const float4* block = (const float4*)w.dq + (tile * (D / 8) + n) * WARP;
-    float x[4][4];
-    load_dq(x, block, r);
-    for (int half = 0; half < 2; half++) {
-        uint32_t out[4];
-        for (int c = 0; c < 4; c++) {
-            out[c] = pack(x[c][2 * half] * a.scale, x[c][2 * half + 1] * a.scale);
-        }
-        int row = i + 8 * half;
-        bf16* dq = head_of<bf16>(a.dq, bh / a.H, bh % a.H) + row * a.dq.row + n * 8;
-        if (row < a.Tq) { *(uint4*)dq = make_uint4(out[0], out[1], out[2], out[3]); }
+    uint32_t upper[4], lower[4];
+    for (int c = 0; c < 4; c++) {
+        float4 x = block[4 * r + c];
+        upper[c] = pack(x.x * a.scale, x.y * a.scale);
+        lower[c] = pack(x.z * a.scale, x.w * a.scale);
     }
+    bf16* dq = head_of<bf16>(a.dq, bh / a.H, bh % a.H) + i * a.dq.row + n * 8;
+    if (i < a.Tq) { *(uint4*)dq = make_uint4(upper[0], upper[1], upper[2], upper[3]); }
+    dq += 8 * a.dq.row;
+    if (i + 8 < a.Tq) { *(uint4*)dq = make_uint4(lower[0], lower[1], lower[2], lower[3]); }
 #endif
 }
 
@@ -736,10 +697,10 @@ static void backward_end(const AttentionArgs& a, const BackwardWorkspace& w) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Backward: the main kernel, between fast/flash.h's `before` and `after`.
+// Backward: the main kernel, between `before` and `after`.
 //
 // A block owns Bk = 128 keys, 64 for each of two warpgroups, and streams tiles of Bq queries past
-// them. Scores are transposed, a row being a key, as in fast/flash_mma.cu:
+// them. Scores are transposed, a row being a key, as in flash_v2:
 //   - steps 8 and 10, S^T = K Q^T and dP^T = V dO^T, have both operands in shared memory;
 //   - steps 9 and 13, dV += P^T dO and dK += dS^T Q, take P^T and dS^T straight from the registers
 //     in which 8 and 10 left S^T and dP^T;
@@ -1125,7 +1086,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     extern __shared__ char dynamic[];
     __shared__ BackwardBarriers<Tile> bars;
     BackwardMemory memory;
-    memory.k_tile = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
+    memory.k_tile = dynamic + (1024 - smem_address(dynamic) % 1024) % 1024;
     memory.v_tile = memory.k_tile + Tile::k_bytes;
     memory.q_ring = memory.v_tile + Tile::k_bytes;
     memory.dO_ring = memory.q_ring + stages * Tile::q_bytes;
@@ -1194,14 +1155,7 @@ static void launch_forward(const AttentionTensors& t) {
            tensor_map(t.q, Tile::Bq), tensor_map(t.k, Tile::Bk), tensor_map(t.v, Tile::Bk));
 }
 static void forward(const AttentionTensors& t) {
-    switch (t.q.dim(3)) {
-        case 16: return launch_forward<HopperForward<16>>(t);
-        case 32: return launch_forward<HopperForward<32>>(t);
-        case 64: return launch_forward<HopperForward<64>>(t);
-        case 80: return launch_forward<HopperForward<80>>(t);
-        case 128: return launch_forward<HopperForward<128>>(t);
-        default: fail("%s: no kernel for this head size", __func__);
-    }
+    with_head_size(t, [&](auto D) { launch_forward<HopperForward<D>>(t); });
 }
 
 template <class Tile>
@@ -1215,14 +1169,7 @@ static void launch_backward(const AttentionTensors& t) {
     backward_end<Tile::D>(a, w);
 }
 static void backward(const AttentionTensors& t) {
-    switch (t.q.dim(3)) {
-        case 16: return launch_backward<HopperBackward<16>>(t);
-        case 32: return launch_backward<HopperBackward<32>>(t);
-        case 64: return launch_backward<HopperBackward<64>>(t);
-        case 80: return launch_backward<HopperBackward<80>>(t);
-        case 128: return launch_backward<HopperBackward<128>>(t);
-        default: fail("%s: no kernel for this head size", __func__);
-    }
+    with_head_size(t, [&](auto D) { launch_backward<HopperBackward<D>>(t); });
 }
 static bool takes(DType t, int64_t D) {
     static const bool runs_here = compiled_for(hopper_forward_kernel<HopperForward<64>>) == 90;
