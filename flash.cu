@@ -230,34 +230,30 @@ constexpr int V1_TILE = WARP, V1_D = 128, V1_COLUMNS = V1_D / WARP;
 using V1Tile = float[V1_TILE][V1_D + 1];
 using V1Row = float[V1_COLUMNS];  // a row, spread over a warp
 
-// Loads a tile of rows from `first` on, each warp one. A row behind the last is 0.
+// Loads row i of head h, the warp's. It is 0 behind the last row, and so are columns behind D.
 template <class T>
-__device__ void v1_load(V1Tile& tile,
-                        const T* from,  // [rows,D], row i at from + i * stride
-                        int64_t stride, int first, int rows, int D) {
-    int i = first + threadIdx.y;
-    for (int d = threadIdx.x; d < D; d += WARP) {
-        tile[threadIdx.y][d] = i < rows ? from[i * stride + d] : 0.0f;
-    }
-}
-// Loads row i, the warp's. It is 0 behind the last row, and so are columns behind D.
-template <class T>
-__device__ void v1_load(V1Row& row,
-                        const T* from,  // [rows,D]
-                        int64_t stride, int i, int rows, int D) {
+__device__ void v1_load(V1Row& row, const Heads& x, int b, int h, int i, int rows, int D) {
+    const T* from = head_of<const T>(x, b, h) + i * x.row;
     for (int c = 0; c < V1_COLUMNS; c++) {
         int d = c * WARP + threadIdx.x;
-        row[c] = i < rows && d < D ? from[i * stride + d] : 0.0f;
+        row[c] = i < rows && d < D ? from[d] : 0.0f;
     }
+}
+// Loads the rows from `first` on, each warp one.
+template <class T>
+__device__ void v1_load(V1Tile& tile, const Heads& x, int b, int h, int first, int rows, int D) {
+    V1Row row;
+    v1_load<T>(row, x, b, h, first + threadIdx.y, rows, D);
+    for (int c = 0; c < V1_COLUMNS; c++) { tile[threadIdx.y][c * WARP + threadIdx.x] = row[c]; }
 }
 // Stores row i, the warp's, times a factor.
 template <class T>
-__device__ void v1_store(const V1Row& row, float factor,
-                         T* to,  // [rows,D]
-                         int64_t stride, int i, int rows, int D) {
+__device__ void v1_store(const V1Row& row, float factor, const Heads& x, int b, int h, int i,
+                         int rows, int D) {
+    T* to = head_of<T>(x, b, h) + i * x.row;
     for (int c = 0; c < V1_COLUMNS; c++) {
         int d = c * WARP + threadIdx.x;
-        if (i < rows && d < D) { to[i * stride + d] = row[c] * factor; }
+        if (i < rows && d < D) { to[d] = row[c] * factor; }
     }
 }
 // Returns the warp's row times row `lane` of the tile: 32 products at once.
@@ -277,8 +273,7 @@ __device__ inline void v1_add_rows(V1Row& row, float x, const V1Tile& tile, int 
         float x_j = __shfl_sync(0xffffffff, x, j);
 #pragma unroll
         for (int c = 0; c < V1_COLUMNS; c++) {
-            int d = c * WARP + threadIdx.x;
-            if (d < D) { row[c] += x_j * tile[j][d]; }
+            if (c * WARP < D) { row[c] += x_j * tile[j][c * WARP + threadIdx.x]; }
         }
     }
 }
@@ -292,15 +287,15 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1)
     int q0 = blockIdx.y * V1_TILE;
     int i = q0 + threadIdx.y;
     V1Row q, O = {};
-    v1_load(q, head_of<const T>(a.q, b, h), a.q.row, i, a.Tq, D);
+    v1_load<T>(q, a.q, b, h, i, a.Tq, D);
     float m = -FLT_MAX;  // not -inf: a tile's scores may all be -inf, and -inf - -inf is NaN
     float l = 0;
 
     int keys = keys_seen(a.causal, q0 + V1_TILE - 1, a.Tk);
     for (int k0 = 0; k0 < keys; k0 += V1_TILE) {
         __syncthreads();  // all warps have read the tiles of the turn before
-        v1_load(K, head_of<const T>(a.k, b, h), a.k.row, k0, a.Tk, D);
-        v1_load(V, head_of<const T>(a.v, b, h), a.v.row, k0, a.Tk, D);
+        v1_load<T>(K, a.k, b, h, k0, a.Tk, D);
+        v1_load<T>(V, a.v, b, h, k0, a.Tk, D);
         __syncthreads();  // the tiles are there
 
         bool seen = k0 + threadIdx.x < keys_seen(a.causal, i, a.Tk);
@@ -315,7 +310,7 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1)
         m = larger;
     }
 
-    v1_store(O, 1 / l, head_of<T>(a.o, b, h), a.o.row, i, a.Tq, D);  // step 6
+    v1_store<T>(O, 1 / l, a.o, b, h, i, a.Tq, D);  // step 6
     if (threadIdx.x == 0 && i < a.Tq) { a.L[(int64_t)head * a.Tq + i] = m + logf(l); }
 }
 
@@ -328,9 +323,9 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1)
     int q0 = blockIdx.y * V1_TILE;
     int i = q0 + threadIdx.y;
     V1Row q, o, dO, dQ = {};
-    v1_load(q, head_of<const T>(a.q, b, h), a.q.row, i, a.Tq, D);
-    v1_load(dO, head_of<const T>(a.dO, b, h), a.dO.row, i, a.Tq, D);
-    v1_load(o, head_of<const T>(a.o, b, h), a.o.row, i, a.Tq, D);
+    v1_load<T>(q, a.q, b, h, i, a.Tq, D);
+    v1_load<T>(dO, a.dO, b, h, i, a.Tq, D);
+    v1_load<T>(o, a.o, b, h, i, a.Tq, D);
     float L = i < a.Tq ? a.L[(int64_t)head * a.Tq + i] : 0;
     float D_i = 0;
     for (int c = 0; c < V1_COLUMNS; c++) { D_i += o[c] * dO[c]; }
@@ -340,8 +335,8 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1)
     int keys = keys_seen(a.causal, q0 + V1_TILE - 1, a.Tk);
     for (int k0 = 0; k0 < keys; k0 += V1_TILE) {
         __syncthreads();  // all warps have read the tiles of the turn before
-        v1_load(K, head_of<const T>(a.k, b, h), a.k.row, k0, a.Tk, D);
-        v1_load(V, head_of<const T>(a.v, b, h), a.v.row, k0, a.Tk, D);
+        v1_load<T>(K, a.k, b, h, k0, a.Tk, D);
+        v1_load<T>(V, a.v, b, h, k0, a.Tk, D);
         __syncthreads();  // the tiles are there
 
         bool seen = k0 + threadIdx.x < keys_seen(a.causal, i, a.Tk);
@@ -350,7 +345,7 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1)
         float dS = seen ? expf(a.scale * dot - L) * (dP - D_i) : 0;  // steps 8 and 11
         v1_add_rows(dQ, dS, K, D);                                   // step 12, but for the scale
     }
-    v1_store(dQ, a.scale, head_of<T>(a.dq, b, h), a.dq.row, i, a.Tq, D);
+    v1_store<T>(dQ, a.scale, a.dq, b, h, i, a.Tq, D);
 }
 
 // Writes dK and dV: a block owns keys, and the queries that see them pass. P and dS are computed a
@@ -364,13 +359,13 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1)
     int k0 = blockIdx.y * V1_TILE;
     int j = k0 + threadIdx.y;
     V1Row k, v, dK = {}, dV = {};
-    v1_load(k, head_of<const T>(a.k, b, h), a.k.row, j, a.Tk, D);
-    v1_load(v, head_of<const T>(a.v, b, h), a.v.row, j, a.Tk, D);
+    v1_load<T>(k, a.k, b, h, j, a.Tk, D);
+    v1_load<T>(v, a.v, b, h, j, a.Tk, D);
 
     for (int q0 = a.causal ? k0 : 0; q0 < a.Tq; q0 += V1_TILE) {
         __syncthreads();  // all warps have read the tiles of the turn before
-        v1_load(Q, head_of<const T>(a.q, b, h), a.q.row, q0, a.Tq, D);
-        v1_load(dO, head_of<const T>(a.dO, b, h), a.dO.row, q0, a.Tq, D);
+        v1_load<T>(Q, a.q, b, h, q0, a.Tq, D);
+        v1_load<T>(dO, a.dO, b, h, q0, a.Tq, D);
         __syncthreads();  // the tiles are there
 
         int i = q0 + threadIdx.x;
@@ -384,8 +379,8 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1)
         float dS = seen ? p * (dP - D_i) : 0;          // step 11
         v1_add_rows(dK, dS, Q, D);                     // step 13, but for the scale
     }
-    v1_store(dK, a.scale, head_of<T>(a.dk, b, h), a.dk.row, j, a.Tk, D);
-    v1_store(dV, 1, head_of<T>(a.dv, b, h), a.dv.row, j, a.Tk, D);
+    v1_store<T>(dK, a.scale, a.dk, b, h, j, a.Tk, D);
+    v1_store<T>(dV, 1, a.dv, b, h, j, a.Tk, D);
 }
 
 static dim3 v1_grid(const AttentionArgs& a, int rows) {
@@ -415,9 +410,7 @@ static void flash_v1_backward(const AttentionTensors& t) {
 static void flash_v1_forward(const AttentionTensors&) {
     fail("flash_v1: this build is for the CPU only");
 }
-static void flash_v1_backward(const AttentionTensors&) {
-    fail("flash_v1: this build is for the CPU only");
-}
+constexpr auto flash_v1_backward = flash_v1_forward;
 #endif
 
 // -------------------------------------------------------------------------------------------------
@@ -546,7 +539,7 @@ __device__ void v2_dot(float (&sums_rmem)[R][N][2],  // [8 R,8 N]
     // lower two.
     uint32_t a_smem = smem_address(A_smem + lane % 16 * ROW + lane / 16 * 8);
     uint32_t b_smem = smem_address(B_smem + (lane % 8 + lane / 16 * 8) * ROW + lane / 8 % 2 * 8);
-#pragma unroll
+#pragma unroll 2  // if wholly, registers spill (sm_75, 80, 100, 120)
     for (int d = 0; d < D; d += 16) {
         uint32_t a[R / 2][4];
         for (int r = 0; r < R; r += 2) { ldmatrix(a[r / 2], a_smem + 2 * (8 * r * ROW + d)); }
