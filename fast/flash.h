@@ -24,11 +24,23 @@
 #define HAS_WGMMA
 #endif
 // Returns the grid of attention's kernels: block (x, y, z) owns tile y of head z gridDim.x + x.
-// Blocks start in the order x, y, z: of gridDim.x heads all first tiles, then all second ones. A
-// head's blocks stream the same K and V past themselves (backward: Q and dO, and add to the same
-// dQ): the fewer heads are at work, the more of that comes from the L2 cache. But causal, the first
-// tile takes twice the mean, and until it is over, the others have to keep the device busy, which
-// runs `blocks` blocks on an SM.
+// Blocks start in the order x, y, z: of gridDim.x heads all first tiles, then all second ones; then
+// the next heads. With 4 heads, 2 of them together, and 3 tiles the grid is (2, 3, 2), and the
+// blocks start in the order of these numbers:
+//
+//                 head 0  head 1                  head 2  head 3
+//     tile y = 0     0       1        tile y = 0     6       7
+//     tile y = 1     2       3        tile y = 1     8       9
+//     tile y = 2     4       5        tile y = 2    10      11
+//                    z = 0                           z = 1
+//
+// How many heads together? A head's blocks stream the same K and V past themselves (backward: Q and
+// dO, and add to the same dQ): the fewer heads are at work, the more of that comes from the L2
+// cache. So without a mask there is one. But causal, the first tile takes twice the mean time of a
+// tile, and until it is over, the others have to keep the device busy. The device runs
+// M = multiprocessors() * blocks blocks at a time, so `together` heads take together * tiles / M
+// mean times. That has to be 2 at least. (`together` is then raised to a divisor of the heads, and
+// to what the largest z asks for.)
 inline dim3 attention_grid(const AttentionArgs& a, int tiles, int blocks = 1) {
     constexpr int MOST = 65535;  // of y and z
     int heads = a.B * a.H;

@@ -46,8 +46,20 @@ DEVICE void mbarrier_arrive_expecting(uint64_t* b, int bytes) {
                  "r"(bytes)
                  : "memory");
 }
-// Waits until the phase of this parity is over. Of a fresh mbarrier phase 1 counts as over, phase 0
-// as running.
+// Waits until the phase of this parity is over. Phases count from 0, so their parities are 0, 1, 0,
+// 1, ... In a fresh mbarrier phase 0 is running, and a phase of parity 1 counts as over.
+//
+// A ring of two tiles has two mbarriers for each of its places, the stages: the loader waits on
+// `empty` before it writes, a consumer waits on `full` before it reads. At the ring's use n they
+// name these parities:
+//
+//     use n         0  1  2  3  4  5
+//     stage         0  1  0  1  0  1    n % 2
+//     full waits    0  0  1  1  0  0    n / 2 % 2
+//     empty waits   1  1  0  0  1  1    n / 2 % 2 ^ 1, which is (n / 2 % 2) ^ 1
+//
+// So the loader's waits at uses 0 and 1 pass at once, since nobody has to empty a place that was
+// never filled. At use 2 it waits until use 0 has been read.
 DEVICE void mbarrier_wait(uint64_t* b, int parity) {
     asm volatile(
         "{\n.reg .pred done;\n"
@@ -86,8 +98,14 @@ DEVICE void bulk_load(void* to, const void* from, int bytes, uint64_t* b) {
         "l"(from), "r"(bytes), "r"(smem_address(b))
         : "memory");
 }
-// Makes what this thread stored to shared memory visible to what wgmma and TMA do there after the
-// next barrier.
+// Shared memory is reached in two ways, PTX's "proxies": ordinary loads and stores are the generic
+// proxy, TMA and wgmma's reading are the async one. A barrier alone does not order the two. So
+// before wgmma reads, or TMA overwrites, what ordinary stores wrote, each thread that stored calls
+// this fence, and then all meet at a barrier. (The way back needs no fence: who has waited on TMA's
+// mbarrier sees what TMA wrote, and who has waited for a wgmma may overwrite what it read.)
+//
+// The fence begins with a memory barrier. That waits for all that this thread has stored or added
+// so far, in global memory, too. So what goes there is started behind the fence where it can be.
 DEVICE void shared_to_async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Stores four 8x8 matrices of 16-bit elements to shared memory, transposed: lane l gives the
 // address of row l%8 of matrix l/8, and holds of each matrix two neighbours of column l/4.
@@ -100,7 +118,9 @@ DEVICE void stmatrix_x4_transposed(void* smem, const uint32_t (&r)[4]) {
 // Stands before the first wgmma of a batch, whose registers ordinary instructions have written.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Keeps the compiler from reading a result before the wait that is written in front of this.
+// Keeps the compiler from reading a result before the wait that is written in front of this: for
+// the compiler a result is there as soon as its wgmma is issued. Here each result gets a new value,
+// by no instruction, so whatever reads it stays behind.
 template <int N>
 DEVICE void read_after_wait(float (&x)[N]) {
     for (int i = 0; i < N; i++) { asm volatile("" : "+f"(x[i])::"memory"); }
@@ -112,10 +132,15 @@ DEVICE void wgmma_wait(float (&... results)[COUNTS]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
     (read_after_wait(results), ...);
 }
-// Is a wgmma_wait<0>() that stays behind the arithmetic before it: ptxas moves a wait up to the
-// last branch, so here is one. All take it (`yes` is true, but only at run time), since what
-// belongs to wgmma has to be done by the whole warpgroup. The second wait is for the compiler:
-// around the branch products would still be at work.
+// Is a wgmma_wait<0>() that stays behind the arithmetic before it. Arithmetic that does not need
+// the results is written in front of a wait, to run while the products are at work. But ptxas,
+// which makes the machine code, moves a plain wait up in front of that arithmetic, as far as the
+// last branch: nothing runs beside the products then.
+//
+// So here is a branch, and the wait within it. All threads take it, since what belongs to wgmma has
+// to be done by the whole warpgroup: `yes` is true, which ptxas cannot know. For ptxas there is
+// therefore a way around the branch, where nobody has waited. The second wait is for that way, and
+// finds nothing to wait for.
 template <int COUNT>
 DEVICE void wgmma_wait_in_place(bool yes, float (&results)[COUNT]) {
     if (yes) { wgmma_wait<0>(); }
@@ -140,8 +165,8 @@ DEVICE void barrier_arrive(int id, int n) {
     asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(n) : "memory");
 }
 
-// Returns a tile's descriptor (see "Tiles in shared memory") from its low word: 128-byte swizzle, 8
-// rows are 1024 bytes.
+// Returns a tile's descriptor from its low word (see "Tiles in shared memory"). The high word is
+// the same for all tiles: 128-byte swizzle, and SBO, 1024 bytes from 8 rows to the next 8.
 DEVICE uint64_t full_descriptor(uint32_t low) {
     return (uint64_t)(1u << 30 | 1024 / 16) << 32 | low;
 }
@@ -204,12 +229,25 @@ WGMMA_SS(64, 128, R64, 64, 65, 66, 67, D64)
 //
 // A tile of R rows and D columns lies as ceil(D/64) slabs [R][64] of 128-byte rows. Within a slab,
 // 16-byte chunk c of row r is stored at chunk c ^ (r % 8): "128-byte swizzle", so that a column of
-// chunks touches all banks. TMA writes it so and wgmma reads it so. wgmma gets a descriptor:
-// address, swizzle, and two distances (LBO, SBO).
+// chunks touches all banks. TMA writes it so and wgmma reads it so.
+//
+// wgmma gets a tile as a descriptor, 64 bits. Addresses and distances count in units of 16 bytes:
+//
+//     bits       what
+//      0 to 13   the address in shared memory
+//     16 to 29   LBO: from 64 columns to the next 64, where the rows are the summed index and
+//                N > 64; else unused
+//     32 to 45   SBO: from 8 rows to the next 8, 1024 bytes
+//     49 to 51   where within 1024 bytes the swizzle's pattern begins: 0, since slabs begin at
+//                multiples of 1024
+//     62 to 63   swizzle; 1 is the one of 128 bytes
+//
+// A product takes 16 columns, 32 bytes, at a time, so the address is moved by 32 bytes within a
+// row. That is allowed because the swizzle is a rule about addresses. wgmma adds up a chunk's
+// address as if the slab were not swizzled, and only then flips its bits 4 to 6 (the chunk) by its
+// bits 7 to 9 (the row % 8). TMA has put the chunk where that leads.
 
-// SBO: from 8 rows to the next 8. LBO: from 64 columns to the next 64 where the rows are the summed
-// index and N > 64; else unused. This is the low word, address and LBO in units of 16 bytes;
-// full_descriptor() adds the high one.
+// Returns the low word: address and LBO. full_descriptor() adds the high one.
 DEVICE uint32_t descriptor(const void* at, int lbo) {
     return (uint32_t)(lbo / 16) << 16 | (smem_address(at) & 0x3FFFF) / 16;
 }
@@ -225,11 +263,18 @@ DEVICE uint32_t other_stage(uint32_t first, uint32_t stage, int bytes) {
 // each. K and V go through rings of `stages` tiles. `full` tells that a tile has come, `empty` that
 // every warpgroup has read it.
 //
-// A warpgroup takes the tiles of keys from the last to the first. It issues step 1 for the next
-// tile, then step 5's P V for this one, and hands the turn to the next warpgroup: the tensor cores
-// do that one's products while the exponential unit does this one's softmax. The wait for P V is
-// written behind the row maxima and a quarter of the exponentials (ptxas moves it up to the
-// maxima). O is then multiplied by `shrink`, and the other exponentials are packed in P's registers
+// A warpgroup takes the tiles of keys from the last to the first. When it has the turn, it issues
+// step 1 for the next tile, then step 5's P V for this one, and hands the turn to the next
+// warpgroup. So the tensor cores do one warpgroup's products while the exponential unit does the
+// others' softmax. In time, with three warpgroups:
+//
+//     WG0:  | S PV |   softmax   | S PV |   softmax   |
+//     WG1:         | S PV |   softmax   | S PV |   softmax   |
+//     WG2:                | S PV |   softmax   | S PV |   softmax   |
+//
+// The wait for P V is written behind the row maxima and a quarter of the exponentials. ptxas moves
+// it up to the maxima (see wgmma_wait_in_place), which here does no harm: with a branch it was no
+// faster. O is then multiplied by `shrink`, and the other exponentials are packed in P's registers
 // as they come.
 //
 // There are at most as many blocks as multiprocessors. Each takes one tile of queries after
@@ -244,7 +289,7 @@ DEVICE uint32_t other_stage(uint32_t first, uint32_t stage, int bytes) {
 // Stores 16 rows of a result, times a factor for each thread's two: first to shared memory of the
 // warp's own (16 rows in each slab, swizzled as everywhere), then 16 bytes a thread to global
 // memory, from row `first` on, as far as there are `rows`. LOADED_AGAIN: TMA will write to this
-// shared memory again, which the fence allows.
+// shared memory again, for which the two proxies have to be ordered (see shared_to_async_fence).
 template <int D, int SLAB_BYTES, bool LOADED_AGAIN, int N>
 DEVICE void store_rows(const Heads& to, int b, int h, int first, int rows, const float (&x)[N],
                        const float (&factor)[2], char* own, int lane) {
@@ -258,7 +303,7 @@ DEVICE void store_rows(const Heads& to, int b, int h, int first, int rows, const
             pack(x[j] * factor[j % 4 / 2], x[j + 1] * factor[j % 4 / 2]);
     }
 
-    // here, before the stores to global memory, for which it would wait
+    // before the stores to global memory: else the fence would wait for them, too
     if (LOADED_AGAIN) { shared_to_async_fence(); }
     __syncwarp();  // what the other lanes wrote is read below
 
@@ -304,8 +349,11 @@ __device__ int tiles_taken, blocks_done;
 struct QueryTile {
     int b, h, q0, k_tiles;  // q0: its first query; k_tiles: how many tiles of keys its queries see
 };
-// Returns the tile of queries with this number. `order` is attention_grid()'s: its blocks, numbered
-// in their order, are the tiles of queries that are taken here.
+// Returns the tile of queries with this number. `order` is attention_grid()'s, and its drawing has
+// the numbers. There blocks start in this order; here tiles are taken in it, from a counter. Number
+// n is
+//     x = n % order.x,  y = n / order.x % order.y,  z = n / (order.x * order.y)
+// and its head is z * order.x + x.
 template <class Tile>
 DEVICE QueryTile query_tile(const AttentionArgs& a, dim3 order, int tile) {
     int head = tile / (order.x * order.y) * order.x + tile % order.x;
@@ -326,7 +374,7 @@ DEVICE void forward_loader(const AttentionArgs& a, dim3 order, int all, const CU
     int n = 0;  // tiles of K and V so far
     for (int tile = blockIdx.x, served = 0;; served++) {
         int buffer = served % 2;
-        mbarrier_wait(&bars.q_empty[buffer], served / 2 % 2 ^ 1);
+        mbarrier_wait(&bars.q_empty[buffer], served / 2 % 2 ^ 1);  // see mbarrier_wait's table
         bars.tile[buffer] = tile;
         if (tile >= all) {
             mbarrier_arrive(&bars.q_full[buffer]);
@@ -353,9 +401,18 @@ DEVICE void forward_loader(const AttentionArgs& a, dim3 order, int all, const CU
     if (atomicAdd(&blocks_done, 1) == (int)gridDim.x - 1) { tiles_taken = blocks_done = 0; }
 }
 
-// Does step 2, lazy (see SLACK), and step 3's shrink, for this thread's queries `row` and row + 8.
-// m is kept times c = scale log2(e). base is what step 3 subtracts. MASKED: some query does not see
-// all keys of the tile, which are `key` and on.
+// Does step 2 and step 3's shrink, for this thread's queries `row` and row + 8. MASKED: some query
+// does not see all keys of the tile, which are `key` and on.
+// - m is kept times c = scale log2(e), so it counts in powers of two: exp(scale (s - m)) is
+//   exp2(c s - c m), and exp2 is what the GPU has.
+// - m need not be the maximum. Whatever m is, P, l and O have the same factor exp2(-m): it goes out
+//   of O / l, and L = m / log2(e) + ln l puts it back. P must not overflow, that is all. So m rises
+//   only when a score exceeds it by more than SLACK = 8 powers of two. Else m stays, P is at most
+//   2^8, shrink is 1, and O need not be multiplied.
+// - base is what step 3 subtracts. That is m, unless the row has seen no key yet. Then m is -inf,
+//   as are the scores, and -inf - -inf would be NaN. With base 0 their P is exp2(-inf) = 0.
+// - Only MASKED has to look for that: a tile that is not masked has a finite score in each row, so
+//   m is finite then.
 template <class Tile, bool MASKED>
 DEVICE void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[2], float (&l)[2], float (&base)[2],
                        float (&shrink)[2], float c, const AttentionArgs& a, int row, int key) {
@@ -377,7 +434,7 @@ DEVICE void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[2], float (&l)[2], f
 
         float before = m[r];
         m[r] = larger * c > before + SLACK ? larger * c : before;
-        base[r] = MASKED && m[r] == -INFINITY ? 0 : m[r];  // no key yet: -inf - -inf is NaN
+        base[r] = MASKED && m[r] == -INFINITY ? 0 : m[r];  // 0: no key yet
         shrink[r] = exp2_approx(before - base[r]);
         l[r] *= shrink[r];
     }
@@ -436,7 +493,10 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
     uint32_t v_at = descriptor(q_tiles + Tile::v_ring, Tile::k_slab);
     uint32_t k_next = k_at, v_next = v_at;  // of the tile to be read next
     uint32_t k_read = 0, v_read = 0;        // how many tiles have been read
-    constexpr int TURN = 1;  // the first of the barriers at which a warpgroup waits for its turn
+    // Warpgroup g waits for its turn at barrier TURN + g. 256 threads meet there: its own 128,
+    // which wait, and those of the warpgroup before it, which hand the turn on and do not wait. The
+    // last warpgroup hands it on once at the start, so that warpgroup 0 begins.
+    constexpr int TURN = 1;
     if (warpgroup == Tile::groups - 1) { barrier_arrive(TURN, 256); }
 #pragma unroll 1
     for (int served = 0;; served++) {
@@ -530,7 +590,8 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
         __syncwarp();  // all lanes have read
         if (lane == 0) { mbarrier_arrive(&bars.q_empty[buffer]); }
     }
-    if (warpgroup == 0) { barrier_sync(TURN, 256); }  // each arrival has been waited for
+    // The last warpgroup has handed the turn on once more: a barrier must not be left half full.
+    if (warpgroup == 0) { barrier_sync(TURN, 256); }
 }
 
 // Runs the forward: sets up the barriers and V's columns of ones, then gives each warpgroup its
@@ -618,7 +679,7 @@ template <int D>
 static __global__ void backward_before(AttentionArgs a, BackwardWorkspace w) {
 #ifdef HAS_WGMMA
     constexpr int GROUP = row_threads(D);
-    let_next_kernel_start();
+    let_next_kernel_start();  // the main kernel, which loads K and Q while this one is at work
     int64_t index = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, pair = index / GROUP;
     int bh = (int)(2 * pair / w.rows), i = (int)(2 * pair % w.rows), n = (int)(index % GROUP);
     uint4 o[2] = {}, dO[2] = {};
@@ -658,7 +719,7 @@ static __global__ void backward_before(AttentionArgs a, BackwardWorkspace w) {
 template <int D>
 static __global__ void backward_after(AttentionArgs a, BackwardWorkspace w) {
 #ifdef HAS_WGMMA
-    await_previous_kernel();
+    await_previous_kernel();  // all that is read here comes from it; only the launch was early
     int64_t index = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, tile = index / D;  // of 16 rows
     int n = (int)(index % (D / 8)), r = (int)(index / (D / 8) % 8);
     int bh = (int)(tile / (w.rows / 16)), i = (int)(tile % (w.rows / 16)) * 16 + r;
@@ -708,8 +769,8 @@ static void backward_end(const AttentionArgs& a, const BackwardWorkspace& w) {
 //     warpgroup takes half of the tile's queries, or where there are only 64, 64 columns (at D 80
 //     the second's last 48 are zeros, computed and not added).
 // Step 12 lags one tile behind the others, so that nobody waits for the other warpgroup's half of
-// dS: it has long been written. The two need not be at the same point, and one's exponentials run
-// under the other's products.
+// dS: it has long been written (see give_ds). The two need not be at the same point, and one's
+// exponentials run under the other's products.
 template <int HEAD>
 struct HopperBackward {
     static constexpr int D = HEAD, Bq = D <= 64 ? 128 : 64, Bk = 128;
@@ -767,7 +828,10 @@ DEVICE void backward_loader(const BackwardWorkspace& w, const CUtensorMap* q_map
         int stage = i % stages, phase = i / stages % 2;
         mbarrier_wait(&bars.q_empty[stage], phase ^ 1);
         load(memory.q_ring, q_map, bars.q_full, i, Tile::stats_bytes);
-        // L and D, and dQ's zeros, to which nobody adds before this copy has come.
+        // This kernel was launched early: `before` may still be at work. K and Q are older. They
+        // were complete when `before` started, which was not launched early, so they could be read
+        // above. L and D come from `before`, and so do dQ's zeros, to which nobody adds before this
+        // copy of L and D has come.
         if (i == 0) { await_previous_kernel(); }
         bulk_load(memory.stats_ring + stage * Tile::stats_bytes,
                   w.stats + ((int64_t)tile.head * w.rows + (int64_t)(tile.begin + i) * Bq) / 2,
@@ -862,9 +926,29 @@ struct BackwardConsumer {
         }
     }
 
-    // There is room for two tiles of dS. Each warpgroup tells the other that its half of tile i is
-    // there, and that dQ of tile i has been computed from it. Two barriers each, since one may be a
-    // tile ahead of the other.
+    // There is room for two tiles of dS, so dS(i) is written over dS(i-2). Each warpgroup writes
+    // its keys' half of a tile, and reads both halves for its part of dQ. So it has two things to
+    // tell the other: that its half of dS(i) is there (give_ds), and that its dQ(i) has been
+    // computed, after which dS(i) may be overwritten (give_back_ds).
+    //
+    // Tiles of 64 queries: dQ(i-1) ends before give_ds(i), so give_ds tells both. Who has awaited
+    // dS(i-1) knows that the other's dQ(i-2) has ended, and may write dS(i).
+    //
+    //     WG0:  dQ(i-2) ends  give_ds(i-1) -+
+    //     WG1:                              +-> await_ds(i-1)  start dQ(i-1)  write dS(i)
+    //
+    // Tiles of 128 queries: dQ(i-1) has registers only when dS(i) has been made, so it starts
+    // behind give_ds(i), which tells nothing of it. give_back_ds(i-1) does, when it has ended.
+    //
+    //     WG0:  give_ds(i-1)  dQ(i-2) ends  give_back_ds(i-2) -+
+    //     WG1:                                                 +-> await_ds_back(i-2)  write dS(i)
+    //
+    // Step 0 awaits dS(-1), and with 128 queries that dS(-2) is given back. There are no such
+    // tiles, so each warpgroup gives both before step 0. The dQ(-1) of step 0 comes from whatever
+    // lies there, and is not added.
+    //
+    // Each of these has two barriers, for even and odd tiles, since one warpgroup may be a tile
+    // ahead of the other. 256 threads meet at each: 128 that give and 128 that wait.
     DEVICE void give_ds(int i) { barrier_arrive(1 + 2 * warpgroup + (i & 1), 256); }
     DEVICE void await_ds(int i) { barrier_sync(1 + 2 * (warpgroup ^ 1) + (i & 1), 256); }
     DEVICE void give_back_ds(int i) { barrier_arrive(6 + 2 * warpgroup + (i & 1), 256); }
@@ -949,7 +1033,8 @@ struct BackwardConsumer {
 
         Packed p, ds;
         exponentials<MASKED>(p, q0, stats, early_L, Bq / 4, Bq);
-        // for dP; ptxas moves the last quarter of the exponentials behind the first wgmma of dQ
+        // for dP. It stands in front of the last quarter of the exponentials, because ptxas moves
+        // these behind the first wgmma of dQ, where they run under that product.
         wgmma_wait<0>();
         read_after_wait(dp);
         exponentials<MASKED>(p, q0, stats, early_L, 0, Bq / 4);
@@ -958,8 +1043,8 @@ struct BackwardConsumer {
         start_dq(s, i - 1);
         add_product(dv, p, advance(dO_at, stage * Tile::q_bytes));  // step 9
         make_ds(ds, p, dp, i);
-        wgmma_wait<1>(s);  // dQ is done, so that give_ds() gives the tile before back, too
-        // it would wait for additions that were just started, so they come later
+        wgmma_wait<1>(s);  // dQ has ended, so that give_ds() gives the tile before back, too
+        // The additions to dQ come behind the fence, which would wait for them.
         shared_to_async_fence();
         give_ds(i);
         if (i > 0) { add_dq(s, i - 1); }
@@ -988,13 +1073,13 @@ struct BackwardConsumer {
         // loaded all at once: between the stores of dS each load would be waited for
         float2 all_D[Bq / 8];
         for (int n = 0; n < Bq / 2; n += 4) { all_D[n / 4] = D_of(stats, n); }
-        wgmma_wait_in_place(a.Tk > 0, dp);
+        wgmma_wait_in_place(a.Tk > 0, dp);  // behind the exponentials, which run under dP
         for (int n = 0; n < Bq / 2; n++) { dp[n] -= n % 2 ? all_D[n / 4].y : all_D[n / 4].x; }
 
         add_product(dv, p, advance(dO_at, stage * Tile::q_bytes));  // step 9
         await_ds_back(i - 2);
         make_ds(ds, p, dp, i);
-        // it would wait for additions that were just started, so they come later
+        // The additions to dQ come behind the fence, which would wait for them.
         shared_to_async_fence();
         give_ds(i);
 
@@ -1038,7 +1123,7 @@ DEVICE void backward_consumer(const AttentionArgs& a, const BackwardWorkspace& w
         consumer.scores(0);
         wgmma_wait<0>(s);
         mbarrier_wait(&bars.v_full, 0);
-        consumer.give_ds(-1);  // of no tile: what comes of it is not used
+        consumer.give_ds(-1);  // of no tile (see give_ds)
         if (Bq == 128) { consumer.give_back_ds(-2); }
     }
 
@@ -1054,7 +1139,8 @@ DEVICE void backward_consumer(const AttentionArgs& a, const BackwardWorkspace& w
     for (; i < end; i++) { consumer.template step<false>(i); }
 
     if (end > 0) {
-        if (Bq == 128) { consumer.await_ds_back(end - 2); }  // each arrival has been waited for
+        // the last that was given: a barrier must not be left half full
+        if (Bq == 128) { consumer.await_ds_back(end - 2); }
         float dq[Tile::dq_columns / 2];
         consumer.await_ds(end - 1);
         consumer.start_dq(dq, end - 1);
@@ -1097,7 +1183,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     int k0 = (int)blockIdx.y * Bk;  // the first keys are seen by the most queries: they start first
     int begin = a.causal ? k0 / Bq : 0, q_tiles = max((a.Tq + Bq - 1) / Bq - begin, 0);
     KeyTile tile = {head, b, h, k0, begin, q_tiles};
-    let_next_kernel_start();
+    let_next_kernel_start();  // `after`, which waits for this kernel's end in its first line
 
     if (threadIdx.x == 0) {
         mbarrier_init(&bars.k_full, 1);
