@@ -541,5 +541,5 @@ static bool takes(DType t, int64_t D) {
     static const bool runs_here = compiled_for(flash_delta_fp32_kernel) >= 80;
     return t == F32 && flash_head_size(D) && runs_here;
 }
-static const AddRow<AttentionImpl> row({"flash_fp32", CUDA, 40, takes, nullptr, forward, backward});
+static const AddRow<AttentionImpl> row({"flash_fp32", CUDA, 50, takes, nullptr, forward, backward});
 #endif

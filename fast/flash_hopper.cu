@@ -343,7 +343,7 @@ struct alignas(8) ForwardBarriers {
 };
 // How many tiles of queries the forward's blocks have taken after their first ones, and how many
 // blocks have found none left; 0 between launches. A device has one pair, so two forwards must not
-// run at a time: ours are all in one stream.
+// run at a time: forward() refuses a second stream.
 __device__ int tiles_taken, blocks_done;
 
 struct QueryTile {
@@ -1241,6 +1241,8 @@ static void launch_forward(const AttentionTensors& t) {
            tensor_map(t.q, Tile::Bq), tensor_map(t.k, Tile::Bk), tensor_map(t.v, Tile::Bk));
 }
 static void forward(const AttentionTensors& t) {
+    static const cudaStream_t only = stream();
+    if (stream() != only) { fail("hopper: forwards of two streams would take each other's tiles"); }
     with_head_size(t, [&](auto D) { launch_forward<HopperForward<D>>(t); });
 }
 

@@ -236,22 +236,6 @@ TEST_CASE_TEMPLATE(
     }
 }
 
-TEST_CASE_TEMPLATE("a first tile whose scores are all -inf counts nothing", D, OnCPU, OnCUDA) {
-    if (!begin<D>()) { return; }
-    Inputs in = random_inputs({1, 1, 3, 200, 16, false}, F32, 1);
-    vector<float> q(3 * 16), k = to_floats(in.k);
-    for (int i = 0; i < 3; i++) { q[i * 16] = 1; }
-    for (int j = 0; j < 128; j++) { k[j * 16] = -INFINITY; }  // tiled's first tile, v1's first four
-    in.q = from_floats(q, in.q.shape), in.k = from_floats(k, in.k.shape), in.dO = Tensor();
-    for (const char* name : {"naive", "fused", D::device == CPU ? "tiled" : "flash_v1"}) {
-        const vector<Tensor> got = outputs_of(impl_named(name), in),
-                             want = reference(in, F32).results;
-        for (int i : {0, 1}) {
-            check_close(string(name) + " " + names[i], got[i], want[i], 1e-5, 1e-6);
-        }
-    }
-}
-
 TEST_CASE_TEMPLATE("attention fails on shapes that do not fit", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     for (Mode mode : {EAGER, FUSED}) {
@@ -625,6 +609,28 @@ static void check_not_finite(const Inputs& clean, float value, const string& wha
         }
     }
 }
+TEST_CASE_TEMPLATE("flash: a first tile whose scores are all -inf counts nothing", D, OnCPU,
+                   OnCUDA) {
+    if (!begin<D>()) { return; }
+    Inputs in = random_inputs({1, 1, 3, 200, 16, false}, F32, 1);
+    vector<float> q(3 * 16), k = to_floats(in.k);
+    for (int i = 0; i < 3; i++) { q[i * 16] = 1; }
+    for (int j = 0; j < 128; j++) { k[j * 16] = -INFINITY; }  // each implementation's first tile
+    in.q = from_floats(q, in.q.shape), in.k = from_floats(k, in.k.shape), in.dO = Tensor();
+    for (DType dtype : low_types) {
+        const Inputs low = as_type(dtype, in);
+        const vector<Tensor> want = reference(low, F32).results;
+        const double tolerance = dtype == F32 ? 1e-6 : tolerance_of(dtype);
+        for (const AttentionImpl* impl : impls_for(dtype, 16)) {
+            const vector<Tensor> got = outputs_of(*impl, low);
+            for (int i : {0, 1}) {
+                check_close(strprintf("%s %s %s", impl->name, name_of(dtype), names[i]), got[i],
+                            want[i], 10 * tolerance, tolerance);
+            }
+        }
+    }
+}
+
 TEST_CASE_TEMPLATE("flash: what is not finite in the reference is so in every implementation", D,
                    OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
@@ -640,7 +646,8 @@ TEST_CASE_TEMPLATE("flash: what is not finite in the reference is so in every im
         }
     }
 }
-// A race shows itself by repetition. Only the fast kernels' dQ is a sum whose order may change.
+// A race shows itself by repetition. Only the kernels of fast/ add to dQ in an order that may
+// change.
 TEST_CASE_TEMPLATE(
     "flash: many runs give the same O, L, dK and dV, and the same dQ but for rounding", D, OnCPU,
     OnCUDA) {
@@ -664,7 +671,7 @@ TEST_CASE_TEMPLATE(
                 bool same = true;
                 for (int i : {0, 1, 2, 3, 4}) {
                     bool one = memcmp(first[i].data, all[i].data, describe(all[i]).bytes) == 0;
-                    same = same && (one || (i == 2 && impl->rung > 30));
+                    same = same && (one || (i == 2 && impl->rung > 40));
                 }
                 different += !same;
                 far += !compare(all[2], first[2], 1e-2, 1e-2).ok();
