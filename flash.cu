@@ -455,6 +455,30 @@ HD constexpr int v2_queries(int D) {
 }
 HD constexpr int v2_stride(int D) { return D + 8; }
 
+// What the kernels of the backward read of a query: L log2(e), and D_i. Of queries beyond Tq, up to
+// a multiple of V2_QUERIES, L is inf, which makes their P 0.
+struct V2Query {
+    float L, D_i;
+};
+constexpr int V2_QUERIES = 128;
+
+// Returns the bytes of a block that owns so many matrices: these, two tiles of each of two that
+// pass, and two of queries' L and D_i.
+HD constexpr size_t v2_bytes(int matrices, int D, int R) {
+    return (matrices * v2_own(R) + 4 * v2_keys(D)) * v2_stride(D) * sizeof(bf16) +
+           2 * v2_keys(D) * sizeof(V2Query);
+}
+// Returns whether the code is for a card that can run this. A T4 (sm_75) knows no bf16, and a block
+// of it has at most 64 KB.
+template <class T>
+__device__ constexpr bool v2_runs(size_t bytes) {
+#if __CUDA_ARCH__ < 800
+    return std::is_same<T, fp16>::value && bytes <= 64 << 10;
+#else
+    return true;
+#endif
+}
+
 // Return the row of a lane's numbers in blocks r, and the column of number e in blocks n.
 __device__ inline int v2_row(int r) { return 8 * r + threadIdx.x % WARP / 4; }
 __device__ inline int v2_column(int n, int e) { return 8 * n + threadIdx.x % 4 * 2 + e; }
@@ -539,7 +563,7 @@ __device__ void v2_dot(float (&sums_rmem)[R][N][2],  // [8 R,8 N]
     // lower two.
     uint32_t a_smem = smem_address(A_smem + lane % 16 * ROW + lane / 16 * 8);
     uint32_t b_smem = smem_address(B_smem + (lane % 8 + lane / 16 * 8) * ROW + lane / 8 % 2 * 8);
-#pragma unroll 2  // if wholly, registers spill (sm_75, 80, 100, 120)
+#pragma unroll
     for (int d = 0; d < D; d += 16) {
         uint32_t a[R / 2][4];
         for (int r = 0; r < R; r += 2) { ldmatrix(a[r / 2], a_smem + 2 * (8 * r * ROW + d)); }
@@ -638,6 +662,7 @@ __device__ void v2_raise_maximum(float (&m)[R], float (&l)[R], float (&O_rmem)[R
 // which the GPU has: exp(scale (s - m)) is exp2(c s - c m), with c = scale log2(e).
 template <class T, int D, int R>
 __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_forward_kernel(AttentionArgs a) {
+    if (!v2_runs<T>(v2_bytes(1, D, R))) { return; }
     constexpr int Bq = v2_own(R), Bk = v2_keys(D), ROW = v2_stride(D);
     extern __shared__ uint4 shared[];
     T* Q_smem = (T*)shared;             // [Bq,ROW]
@@ -657,12 +682,12 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_forward_kernel(Attenti
     float O_rmem[R][D / 8][2] = {}, m[R], l[R] = {};  // l: this lane's share of the row's
     for (float& x : m) { x = -FLT_MAX; }
     int keys = keys_seen(a.causal, q0 + Bq - 1, a.Tk);
-    int keys_of_warp = keys_seen(a.causal, q0 + own + 8 * R - 1, a.Tk);
     for (int j = 0; j * Bk < keys; j++) {
         await_copies();
         __syncthreads();  // all threads' copies are there, and all warps have read tile j - 1
         if ((j + 1) * Bk < keys) { load(j + 1); }
-        if (j * Bk >= keys_of_warp) { continue; }
+        // the warp's queries see none of it
+        if (a.causal && j * Bk > q0 + own + 8 * R - 1) { continue; }
 
         const T *K_j = K_smem + j % 2 * Bk * ROW, *V_j = V_smem + j % 2 * Bk * ROW;
         float S_rmem[R][Bk / 8][2] = {};
@@ -689,13 +714,6 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_forward_kernel(Attenti
     v2_store<T>(O_rmem, a.o, b, h, q0 + own, a.Tq);
 }
 
-// What the kernels of the backward read of a query: L log2(e), and D_i. Of queries beyond Tq, up to
-// a multiple of V2_QUERIES, L is inf, which makes their P 0.
-struct V2Query {
-    float L, D_i;
-};
-constexpr int V2_QUERIES = 128;
-
 // Does step 7: a warp takes a query.
 template <class T>
 __global__ void flash_v2_delta_kernel(AttentionArgs a, int D,
@@ -721,6 +739,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2)
     flash_v2_dq_kernel(AttentionArgs a,
                        const V2Query* queries,  // [B*H,rows]
                        int rows) {
+    if (!v2_runs<T>(v2_bytes(2, D, R))) { return; }
     constexpr int Bq = v2_own(R), Bk = v2_keys(D), ROW = v2_stride(D);
     extern __shared__ uint4 shared[];
     T* Q_smem = (T*)shared;             // [Bq,ROW]
@@ -743,12 +762,12 @@ __global__ void __launch_bounds__(V2_THREADS, 2)
     float c = a.scale * LOG2_E;
     float dQ_rmem[R][D / 8][2] = {};
     int keys = keys_seen(a.causal, q0 + Bq - 1, a.Tk);
-    int keys_of_warp = keys_seen(a.causal, q0 + own + 8 * R - 1, a.Tk);
     for (int j = 0; j * Bk < keys; j++) {
         await_copies();
         __syncthreads();  // all threads' copies are there, and all warps have read tile j - 1
         if ((j + 1) * Bk < keys) { load(j + 1); }
-        if (j * Bk >= keys_of_warp) { continue; }
+        // the warp's queries see none of it
+        if (a.causal && j * Bk > q0 + own + 8 * R - 1) { continue; }
 
         const T *K_j = K_smem + j % 2 * Bk * ROW, *V_j = V_smem + j % 2 * Bk * ROW;
         float S_rmem[R][Bk / 8][2] = {}, dP_rmem[R][Bk / 8][2];
@@ -772,6 +791,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2)
     flash_v2_dkv_kernel(AttentionArgs a,
                         const V2Query* queries,  // [B*H,rows]
                         int rows) {
+    if (!v2_runs<T>(v2_bytes(2, D, R))) { return; }
     constexpr int Bk = v2_own(R), Bq = v2_queries(D), ROW = v2_stride(D);
     extern __shared__ uint4 shared[];
     T* K_smem = (T*)shared;                                    // [Bk,ROW]
@@ -801,8 +821,6 @@ __global__ void __launch_bounds__(V2_THREADS, 2)
     for (int i = first; i * Bq < a.Tq; i++) {
         await_copies();
         __syncthreads();  // all threads' copies are there, and all warps have read tile i - 1
-        if ((i + 1) * Bq < a.Tq) { load(i + 1); }
-        if (a.causal && (i + 1) * Bq <= k0 + own) { continue; }  // it sees none of the warp's keys
 
         const T *Q_i = Q_smem + i % 2 * Bq * ROW, *dO_i = dO_smem + i % 2 * Bq * ROW;
         const V2Query* query = query_smem + i % 2 * Bq;
@@ -814,6 +832,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2)
         });
         v2_add_rows(dV_rmem, S_rmem, dO_i);  // step 9
         v2_each(dP_rmem, [&](float& dp, int, int n, int e) { dp = -query[v2_column(n, e)].D_i; });
+        if ((i + 1) * Bq < a.Tq) { load(i + 1); }  // from the loop's head on, registers would spill
         v2_dot<D>(dP_rmem, V_smem + own * ROW, dO_i);  // step 10, and step 11's - D_i
         v2_each(dP_rmem, [&](float& dp, int r, int n, int e) {
             dp *= S_rmem[r][n][e];  // step 11: dP becomes dS
@@ -826,12 +845,6 @@ __global__ void __launch_bounds__(V2_THREADS, 2)
     v2_store<T>(dV_rmem, a.dv, b, h, k0 + own, a.Tk);
 }
 
-// Returns the bytes of a block that owns so many matrices: these, two tiles of each of two that
-// pass, and two of queries' L and D_i.
-constexpr size_t v2_bytes(int matrices, int D, int R) {
-    return (matrices * v2_own(R) + 4 * v2_keys(D)) * v2_stride(D) * sizeof(bf16) +
-           2 * v2_keys(D) * sizeof(V2Query);
-}
 // Launches a kernel whose blocks own OWN rows each of `rows`.
 template <int OWN, class... P, class... A>
 static void v2_launch(void (*kernel)(P...), int rows, size_t bytes, const AttentionArgs& a,
