@@ -450,8 +450,8 @@ constexpr int V2_WARPS = 4, V2_THREADS = V2_WARPS * WARP;
 HD constexpr int v2_own(int R) { return V2_WARPS * 8 * R; }
 HD constexpr int v2_keys(int D) { return D > 64 ? 32 : 64; }
 HD constexpr int v2_queries(int D) {
-    if (D == 80) { return 16; }
-    return D < 64 ? 64 : 32;
+    if (D == 16) { return 64; }  // of so many rows the block's threads copy 16 bytes each
+    return D == 80 ? 16 : 32;
 }
 HD constexpr int v2_stride(int D) { return D + 8; }
 
