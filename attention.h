@@ -1,6 +1,6 @@
-// attention.h: what attention.cu, flash.cu and the flash kernels of fast/ share: how they see
-// tensors, the table of implementations, and how experiments time its rows. Read the equations at
-// the head of attention.cu first.
+// attention.h: what attention.cu, flash.cu, flash_commands.cu and the flash kernels of fast/ share:
+// how they see tensors, the table of implementations, and how experiments time its rows. Read the
+// equations at the head of attention.cu first.
 //
 // O = softmax(Q K^T / sqrt(D)) V; q [B,H,Tq,D], k and v [B,H,Tk,D] -> [B,H,Tq,D], any
 // strides. Causal: query i sees keys j <= i, counted from the start, also where Tq != Tk. L

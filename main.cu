@@ -21,7 +21,7 @@ RunCommand cmd_model, cmd_train;
 RunCommand cmd_nsys_profile, cmd_memory_profiling;
 // attention.cu
 RunCommand cmd_pytorch_attention, cmd_weighted_sum;
-// flash.cu
+// flash_commands.cu
 RunCommand cmd_flash_forward, cmd_flash_backward, cmd_flash_benchmarking;
 RunCommand cmd_flash_leaderboard, cmd_attention;
 // ddp.cu

@@ -1,5 +1,6 @@
-// Tests of flash.cu, and of every implementation in the table of attention.
+// Tests of flash.cu and flash_commands.cu, and of every implementation in the table of attention.
 #include "flash.cu"
+#include "flash_commands.cu"
 
 #include "test.h"
 
