@@ -3,9 +3,10 @@
 // equations at the head of attention.cu first.
 //
 // O = softmax(Q K^T / sqrt(D)) V; q [B,H,Tq,D], k and v [B,H,Tk,D] -> [B,H,Tq,D], any
-// strides. Causal: query i sees keys j <= i, counted from the start, also where Tq != Tk. L
-// [B,H,Tq] fp32 (if wanted): the logsumexp of each row, L_i = log sum_j exp(S_ij).
-// In formulas S is the scores; in experiments it is the length of a sequence, as in the handout.
+// strides (for flash the last one is 1, and on a GPU the others are multiples of 8). Causal: query
+// i sees keys j <= i, counted from the start, also where Tq != Tk. L [B,H,Tq] fp32 (if wanted): the
+// logsumexp of each row, L_i = log sum_j exp(S_ij). In formulas S is the scores; in experiments it
+// is the length of a sequence, as in the handout.
 #pragma once
 #include "cs336.h"
 
@@ -129,9 +130,9 @@ void with_head_size(const AttentionTensors& t, F f) {
 
 // exp(x) = exp2(x log2 e), and exp2 is what the GPU has
 constexpr float LOG2_E = 1.4426950408889634f;
-// With tensor cores step 2 is lazy. Any m gives the same O and L as long as nothing overflows, so
-// what is subtracted from a row's scores follows their maximum only when one exceeds it by more
-// than SLACK powers of two. P <= 256 then, far from the limits of fp32 sums, and of fp16.
+// With tensor cores step 2 is lazy: by so many powers of two a score may exceed what is subtracted
+// from its row, before that follows the maximum. P <= 256 then, far from the limits of fp32 sums,
+// and of fp16.
 constexpr float SLACK = 8;
 __device__ inline float exp2_approx(float x) {  // 2 ulp; below 2^-126 it is 0; exp2(-inf) = 0
     float r;
@@ -154,7 +155,8 @@ __device__ inline uint32_t smem_address(const void* smem) {
     return (uint32_t)__cvta_generic_to_shared(smem);
 }
 // Starts to copy 16 bytes from global to shared memory, without passing through registers; zeros if
-// !valid. They are there for this thread after await_copies(). (A T4 copies at once.)
+// !valid. They are there for this thread after await_copies(), for others after a barrier. Both
+// addresses are multiples of 16. (A T4 copies at once.)
 __device__ inline void copy_16(void* smem, const void* global, bool valid) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address(smem)),

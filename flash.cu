@@ -30,7 +30,7 @@
 //
 // Backward (the handout's algorithm 2). Tiles of S are computed again. Now L is known, so no
 // maximum is needed:
-//   7.  D_i = rowsum(dO_i O_i)          [Tq], "delta" in the code; once, before all else;
+//   7.  D_i = rowsum(dO_i O_i)          [Tq], all of them are `delta`; once, before all else;
 //                                       equals sum_j P_ij dP_ij
 //   8.  S = Q_i K_j^T / sqrt(D), P = exp(S - L_i)
 //   9.  dV_j += P^T dO_i
@@ -67,9 +67,9 @@ AttentionArgs args_of(const AttentionTensors& t) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 1.3.2 flash_forward (a), tiled: the steps on the CPU, in fp32, for the GPU's reason: a tile of S
-// fits into a core's cache. Causal tiles above the diagonal are skipped, half of the products;
-// naive and fused cannot do that.
+// 1.3.2 flash_forward (a), tiled: the steps on the CPU, in fp32. As on a GPU, a tile of S stays in
+// fast memory, here a core's cache. Causal tiles above the diagonal are skipped, half of the
+// products; naive and fused cannot do that.
 
 constexpr int CPU_BQ = 64, CPU_BK = 128;  // with D = 64: Q, K, V, S and O tiles take 128 KiB
 
@@ -151,9 +151,10 @@ static void flash_forward_cpu(const AttentionTensors& t) {
     }
 }
 
-// Adds to dQ, dK and dV what a tile of S gives. P and dS have room for a tile. The first product of
-// a sum overwrites what was in it: its last argument, the factor for that, is 0. `first` is the
-// first query whose tile meets these keys; key 0 is the first that meets these queries.
+// Adds to dQ, dK and dV what a tile of S gives. P and dS have room for a tile. The last
+// argument of blas_product multiplies what was there: it is 0 in a sum's first product, then 1.
+// `first` is the first query whose tile meets these keys; key 0 is the first that meets these
+// queries.
 static void flash_backward_tile_cpu(float* P, float* dS, const TileOfS& t, int first) {
     const AttentionArgs& a = t.a;
     const int D = t.D, M = t.M, N = t.N;
@@ -220,7 +221,7 @@ static void flash_backward_cpu(const AttentionTensors& t) {
 //
 // It runs on every card since sm_75. What it leaves to faster kernels: a product reads one number
 // from shared memory for each multiplication, and up to one from another lane; the tensor cores
-// stand idle; nothing is copied meanwhile.
+// stand idle; no tile is copied while another is computed on.
 
 #ifdef __CUDACC__
 constexpr int V1_TILE = WARP, V1_D = 128, V1_COLUMNS = V1_D / WARP;
@@ -286,7 +287,7 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1)
     int i = q0 + threadIdx.y;
     V1Row q, O = {};
     v1_load<T>(q, a.q, b, h, i, a.Tq, D);
-    float m = -FLT_MAX;  // not -inf: a tile's scores may all be -inf, and -inf - -inf is NaN
+    float m = -FLT_MAX;  // not -inf: if the first scores are -inf, -inf - -inf would be NaN
     float l = 0;
 
     int keys = keys_seen(a.causal, q0 + V1_TILE - 1, a.Tk);
@@ -417,12 +418,12 @@ constexpr auto flash_v1_backward = flash_v1_forward;
 // and why it is faster:
 //   - mma multiplies a 16x16 by a 16x8 matrix in one instruction of a warp, 2048 multiplications.
 //     All its matrices lie in the warp's registers.
-//   - A warp owns 8 R rows of the block's tile, 16 or 32, where it owned one. What it reads of a
-//     passing tile serves all of them.
+//   - A warp owns R blocks of 8 rows, 16 or 32 rows, where it owned one. What it reads of a passing
+//     tile serves all of them.
 //   - The next tile is copied while this one is computed on.
 //   - Step 2 is lazy: see v2_raise_maximum.
 // What it costs: P and dS are rounded to 16 bits where they enter a product, and fp32 stays with
-// flash_v1.
+// flash_v1. In fp16 dS may overflow, as in PyTorch; the loss scale is halved then.
 //
 // A matrix in registers (its name ends in _rmem) is cut into blocks of 8x8: x[r][n] is block r down
 // and n across. Each lane has two neighbours of each block, the numbers x[r][n][0] and x[r][n][1]:
@@ -433,41 +434,45 @@ constexpr auto flash_v1_backward = flash_v1_forward;
 //       ...
 //     row 7   lane 28        lane 29   lane 30   lane 31
 //
-// Sums are fp32, float x[R][N][2]. What is multiplied is rounded to 16 bits, a lane's two numbers
-// of a block in one register. So the S that a product leaves is, once it has become P and is
-// rounded, what the next product takes: nothing moves between lanes. ldmatrix fetches four such
-// blocks.
+// Sums are fp32, float x[R][N][2]. mma leaves S in this layout, and takes its left operand in this
+// layout, too, a lane's two numbers of a block as one register of 16 bits each. So P is rounded
+// where it lies, and no lane sends anything to another. ldmatrix loads four such blocks at once.
 //
-// In shared memory (_smem) a matrix is T[rows][D + 8]. The 8 numbers more are 16 bytes, which shift
-// each row to other banks: the 8 rows of a block would else meet in the same ones.
+// In shared memory (_smem) a matrix is T[rows][D + 8]. A row is then an odd number of 16-byte
+// pieces, so the 8 rows of a block, of which ldmatrix reads 16 bytes each, lie in all 32 banks.
+// Without the 8 more, at D = 64, all eight would begin in bank 0.
 
 #ifdef __CUDACC__
 constexpr int V2_WARPS = 4, V2_THREADS = V2_WARPS * WARP;
-// How many rows has the tile that a block owns, and one that passes, of keys or of queries? As many
-// as leave room in the registers for S and dP of all of them, beside sums of D columns.
+// v2_own: the rows that a block owns. v2_keys, v2_queries: the rows of a passing tile of keys, and
+// of queries. S and dP of such a tile have to fit into registers, beside sums of D columns.
 HD constexpr int v2_own(int R) { return V2_WARPS * 8 * R; }
 HD constexpr int v2_keys(int D) { return D > 64 ? 32 : 64; }
 HD constexpr int v2_queries(int D) {
-    if (D == 16) { return 64; }  // of so many rows the block's threads copy 16 bytes each
+    if (D == 16) { return 64; }  // v2_load copies 64 rows at a time
     return D == 80 ? 16 : 32;
 }
 HD constexpr int v2_stride(int D) { return D + 8; }
 
-// What the kernels of the backward read of a query: L log2(e), and D_i. Of queries beyond Tq, up to
-// a multiple of V2_QUERIES, L is inf, which makes their P 0.
+// What the kernels of the backward read of a query: L log2(e), and D_i. A head has rows for a
+// multiple of V2_QUERIES queries, so that no tile reads beyond them. Those beyond Tq have L = inf,
+// which makes their P 0.
 struct V2Query {
     float L, D_i;
 };
 constexpr int V2_QUERIES = 128;
+static_assert(V2_QUERIES % v2_own(4) == 0 && V2_QUERIES % V2_WARPS == 0);
 
-// Returns the bytes of a block that owns so many matrices: these, two tiles of each of two that
-// pass, and two of queries' L and D_i.
+// Returns what a block needs at most that owns so many matrices: these, two places for tiles of
+// each of two matrices that pass (there are never fewer v2_keys than v2_queries), two for their
+// V2Query.
 HD constexpr size_t v2_bytes(int matrices, int D, int R) {
     return (matrices * v2_own(R) + 4 * v2_keys(D)) * v2_stride(D) * sizeof(bf16) +
            2 * v2_keys(D) * sizeof(V2Query);
 }
-// Returns whether the code is for a card that can run this. A T4 (sm_75) knows no bf16, and a block
-// of it has at most 64 KB.
+// Returns whether this code may be launched: where it was compiled for a T4 (sm_75), that has no
+// bf16 and 64 KB for a block. Other kernels return at once; flash_v2_takes and v2_with do not ask
+// for them. So nothing is compiled that no card can run.
 template <class T>
 __device__ constexpr bool v2_runs(size_t bytes) {
 #if __CUDA_ARCH__ < 800
@@ -477,7 +482,8 @@ __device__ constexpr bool v2_runs(size_t bytes) {
 #endif
 }
 
-// Return the row of a lane's numbers in blocks r, and the column of number e in blocks n.
+// Return the row of a lane's numbers in blocks r, and the column of number e in blocks n, both
+// counted from the first block's.
 __device__ inline int v2_row(int r) { return 8 * r + threadIdx.x % WARP / 4; }
 __device__ inline int v2_column(int n, int e) { return 8 * n + threadIdx.x % 4 * 2 + e; }
 
@@ -509,7 +515,8 @@ __device__ inline void ldmatrix_transposed(uint32_t (&block)[4], uint32_t row_sm
                  : "memory");
 }
 // Adds A B to the sums, two blocks above each other. A is four blocks: the left two, then the right
-// two. B is two, above each other, each transposed.
+// two. B is 16x8, two blocks: rows 0 to 7 and rows 8 to 15, in which a lane holds two neighbours of
+// a column, so each as ldmatrix loads a block of B^T.
 #define MMA(SHAPE_AND_TYPES, A, B)                                                   \
     asm volatile("mma.sync.aligned." SHAPE_AND_TYPES ".f32 {%0,%1,%2,%3}, " A ", " B \
                  ", {%0,%1,%2,%3};"                                                  \
@@ -557,8 +564,9 @@ __device__ void v2_dot(float (&sums_rmem)[R][N][2],  // [8 R,8 N]
                        const T* B_smem) {            // [8 N,D + 8]
     constexpr int ROW = v2_stride(D);
     int lane = threadIdx.x % WARP;
-    // The blocks of a load: of A the left two, then the right two; of B the upper two, then the
-    // lower two.
+    // A load of A: its left two blocks, then its right two, as mma wants them. A load of B: B's
+    // rows are columns of mma's B, so the two blocks of rows 0 to 7 are one mma's, the two of rows
+    // 8 to 15 the next one's.
     uint32_t a_smem = smem_address(A_smem + lane % 16 * ROW + lane / 16 * 8);
     uint32_t b_smem = smem_address(B_smem + (lane % 8 + lane / 16 * 8) * ROW + lane / 8 % 2 * 8);
 #pragma unroll
@@ -582,6 +590,8 @@ __device__ void v2_add_rows(float (&sums_rmem)[R][N][2],     // [8 R,8 N]
                             const T* B_smem) {               // [8 K,8 N + 8]
     constexpr int ROW = v2_stride(8 * N);
     int lane = threadIdx.x % WARP;
+    // B's rows are rows of mma's B, so its blocks are loaded transposed: the left two, for one mma,
+    // then the right two, for the next.
     uint32_t b_smem = smem_address(B_smem + lane % 16 * ROW + lane / 16 * 8);
 #pragma unroll
     for (int k = 0; k < K; k += 2) {
@@ -627,9 +637,11 @@ __device__ void v2_mask(float (&S_rmem)[R][N][2], const AttentionArgs& a, int q0
     });
 }
 // Does step 2, and what of steps 3 to 5 multiplies by shrink. It is lazy: any m gives the same O
-// and L as long as nothing overflows. So m follows a score only when that exceeds it by more than
-// SLACK powers of two. Mostly no score of the warp does, which saves the exchange between the four
-// lanes of a row and the scaling of O. m is kept times c.
+// and L as long as nothing overflows or vanishes. If a score of the warp exceeds its row's m by
+// more than SLACK powers of two, all rows of the warp get their true maxima. Mostly none does,
+// which saves the exchange between the four lanes of a row and the scaling of O. A lane looks at
+// its own columns;
+// __any_sync joins the lanes' answers. m is kept times c.
 template <int R, int N, int K>
 __device__ void v2_raise_maximum(float (&m)[R], float (&l)[R], float (&O_rmem)[R][N][2],
                                  float (&S_rmem)[R][K][2], float c) {
@@ -657,14 +669,15 @@ __device__ void v2_raise_maximum(float (&m)[R], float (&l)[R], float (&O_rmem)[R
 }
 
 // Writes O and L: a block owns queries, and the keys that they see pass. The exponential is exp2,
-// which the GPU has: exp(scale (s - m)) is exp2(c s - c m), with c = scale log2(e).
+// which the GPU has: with c = scale log2(e), exp(scale (s - m)) is exp2(c s - c m), and m[r] holds
+// c m.
 template <class T, int D, int R>
 __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_forward_kernel(AttentionArgs a) {
     if (!v2_runs<T>(v2_bytes(1, D, R))) { return; }
     constexpr int Bq = v2_own(R), Bk = v2_keys(D), ROW = v2_stride(D);
     extern __shared__ uint4 shared[];
     T* Q_smem = (T*)shared;             // [Bq,ROW]
-    T* K_smem = Q_smem + Bq * ROW;      // [2,Bk,ROW]: tiles j and j + 1
+    T* K_smem = Q_smem + Bq * ROW;      // [2,Bk,ROW]: of even j, of odd j
     T* V_smem = K_smem + 2 * Bk * ROW;  // [2,Bk,ROW]
     int head = blockIdx.x, b = head / a.H, h = head % a.H;
     int q0 = (gridDim.y - 1 - blockIdx.y) * Bq;  // those that see most keys start first
@@ -682,9 +695,11 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_forward_kernel(Attenti
     int keys = keys_seen(a.causal, q0 + Bq - 1, a.Tk);
     for (int j = 0; j * Bk < keys; j++) {
         await_copies();
-        __syncthreads();  // all threads' copies are there, and all warps have read tile j - 1
+        // All threads' copies are there. And all warps have read tile j - 1, in whose place j + 1
+        // is copied: so one barrier does what flash_v1's two do.
+        __syncthreads();
         if ((j + 1) * Bk < keys) { load(j + 1); }
-        // the warp's queries see none of it
+        // no query of the warp sees a key of tile j
         if (a.causal && j * Bk > q0 + own + 8 * R - 1) { continue; }
 
         const T *K_j = K_smem + j % 2 * Bk * ROW, *V_j = V_smem + j % 2 * Bk * ROW;
@@ -712,7 +727,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_forward_kernel(Attenti
     v2_store<T>(O_rmem, a.o, b, h, q0 + own, a.Tq);
 }
 
-// Does step 7: a warp takes a query.
+// Does step 7, and fills what lies beyond Tq: a warp takes a query.
 template <class T>
 __global__ void flash_v2_delta_kernel(AttentionArgs a, int D,
                                       V2Query* queries,  // [B*H,rows]
@@ -742,7 +757,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2)
     extern __shared__ uint4 shared[];
     T* Q_smem = (T*)shared;             // [Bq,ROW]
     T* dO_smem = Q_smem + Bq * ROW;     // [Bq,ROW]
-    T* K_smem = dO_smem + Bq * ROW;     // [2,Bk,ROW]: tiles j and j + 1
+    T* K_smem = dO_smem + Bq * ROW;     // [2,Bk,ROW]: of even j, of odd j
     T* V_smem = K_smem + 2 * Bk * ROW;  // [2,Bk,ROW]
     int head = blockIdx.x, b = head / a.H, h = head % a.H;
     int q0 = (gridDim.y - 1 - blockIdx.y) * Bq;  // those that see most keys start first
@@ -762,14 +777,14 @@ __global__ void __launch_bounds__(V2_THREADS, 2)
     int keys = keys_seen(a.causal, q0 + Bq - 1, a.Tk);
     for (int j = 0; j * Bk < keys; j++) {
         await_copies();
-        __syncthreads();  // all threads' copies are there, and all warps have read tile j - 1
+        __syncthreads();  // tile j is there, and all warps have read tile j - 1
         if ((j + 1) * Bk < keys) { load(j + 1); }
-        // the warp's queries see none of it
+        // no query of the warp sees a key of tile j
         if (a.causal && j * Bk > q0 + own + 8 * R - 1) { continue; }
 
         const T *K_j = K_smem + j % 2 * Bk * ROW, *V_j = V_smem + j % 2 * Bk * ROW;
         float S_rmem[R][Bk / 8][2] = {}, dP_rmem[R][Bk / 8][2];
-        v2_dot<D>(S_rmem, Q_smem + own * ROW, K_j);  // step 8
+        v2_dot<D>(S_rmem, Q_smem + own * ROW, K_j);  // step 8's S, but for the scale
         v2_mask<false>(S_rmem, a, q0 + own, j * Bk);
         v2_each(dP_rmem, [&](float& dp, int r, int, int) { dp = -query[r].D_i; });
         v2_dot<D>(dP_rmem, dO_smem + own * ROW, V_j);  // step 10, and step 11's - D_i
@@ -794,7 +809,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2)
     extern __shared__ uint4 shared[];
     T* K_smem = (T*)shared;                                    // [Bk,ROW]
     T* V_smem = K_smem + Bk * ROW;                             // [Bk,ROW]
-    T* Q_smem = V_smem + Bk * ROW;                             // [2,Bq,ROW]: tiles i and i + 1
+    T* Q_smem = V_smem + Bk * ROW;                             // [2,Bq,ROW]: of even i, of odd i
     T* dO_smem = Q_smem + 2 * Bq * ROW;                        // [2,Bq,ROW]
     V2Query* query_smem = (V2Query*)(dO_smem + 2 * Bq * ROW);  // [2,Bq]
     int head = blockIdx.x, b = head / a.H, h = head % a.H;
@@ -818,19 +833,19 @@ __global__ void __launch_bounds__(V2_THREADS, 2)
     float dK_rmem[R][D / 8][2] = {}, dV_rmem[R][D / 8][2] = {};
     for (int i = first; i * Bq < a.Tq; i++) {
         await_copies();
-        __syncthreads();  // all threads' copies are there, and all warps have read tile i - 1
+        __syncthreads();  // tile i is there, and all warps have read tile i - 1
 
         const T *Q_i = Q_smem + i % 2 * Bq * ROW, *dO_i = dO_smem + i % 2 * Bq * ROW;
         const V2Query* query = query_smem + i % 2 * Bq;
         float S_rmem[R][Bq / 8][2] = {}, dP_rmem[R][Bq / 8][2];
-        v2_dot<D>(S_rmem, K_smem + own * ROW, Q_i);  // step 8
+        v2_dot<D>(S_rmem, K_smem + own * ROW, Q_i);  // step 8's S, but for the scale
         v2_mask<true>(S_rmem, a, i * Bq, k0 + own);
         v2_each(S_rmem, [&](float& s, int r, int n, int e) {
             s = exp2_approx(s * c - query[v2_column(n, e)].L);  // S becomes P
         });
         v2_add_rows(dV_rmem, S_rmem, dO_i);  // step 9
         v2_each(dP_rmem, [&](float& dp, int, int n, int e) { dp = -query[v2_column(n, e)].D_i; });
-        if ((i + 1) * Bq < a.Tq) { load(i + 1); }  // from the loop's head on, registers would spill
+        if ((i + 1) * Bq < a.Tq) { load(i + 1); }  // nearer to the barrier registers would spill
         v2_dot<D>(dP_rmem, V_smem + own * ROW, dO_i);  // step 10, and step 11's - D_i
         v2_each(dP_rmem, [&](float& dp, int r, int n, int e) {
             dp *= S_rmem[r][n][e];  // step 11: dP becomes dS
@@ -852,16 +867,21 @@ static void v2_launch(void (*kernel)(P...), int rows, size_t bytes, const Attent
     kernel<<<dim3(a.B * a.H, ceil_div(rows, OWN)), V2_THREADS, bytes, stream()>>>(a, more...);
     LAUNCH_CHECK();
 }
-// Calls f(zero, D, R): zero has the tensors' type, and the compiler knows their head size D and
-// what a warp owns. That is 32 rows, R = 4, where the block has the memory and every SM still gets
-// two blocks; else 16.
+// Returns how much shared memory a block may have, which is less where the code is for a T4.
+static size_t v2_memory() {
+    const size_t most = shared_memory_per_block();
+    return compiled_for(flash_v2_delta_kernel<fp16>) < 80 ? std::min<size_t>(most, 64 << 10) : most;
+}
+// Calls f(zero, D, R): zero has the tensors' type, and the compiler knows their head size D and the
+// R that a warp owns. It is 4, 32 rows, where a block has the memory and every SM still gets more
+// than two blocks; else 2.
 template <class F>
 static void v2_with(const AttentionTensors& t, int matrices, F f) {
     with_head_size(t, [&](auto D) {
         auto with_type = [&](auto zero) {
             int64_t blocks = t.q.dim(0) * t.q.dim(1) * ceil_div(t.q.dim(2), v2_own(4));
             size_t bytes = v2_bytes(matrices, D, 4);
-            if (blocks > 2 * multiprocessors() && bytes <= shared_memory_per_block()) {
+            if (blocks > 2 * multiprocessors() && bytes <= v2_memory()) {
                 f(zero, D, Constant<4>());
             } else {
                 f(zero, D, Constant<2>());
@@ -898,7 +918,7 @@ static void flash_v2_backward(const AttentionTensors& t) {
 static bool flash_v2_takes(DType t, int64_t D) {
     const int compiled = compiled_for(flash_v2_delta_kernel<bf16>);
     const bool multiplies = (t == BF16 && compiled >= 80) || (t == F16 && compiled >= 75);
-    return multiplies && flash_head_size(D) && v2_bytes(2, (int)D, 2) <= shared_memory_per_block();
+    return multiplies && flash_head_size(D) && v2_bytes(2, (int)D, 2) <= v2_memory();
 }
 #endif
 
