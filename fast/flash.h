@@ -1,5 +1,5 @@
-// fast/flash.h: what the fast attention kernels share: how they are launched, and copies. Steps are
-// flash.cu's: read those first. In these files
+// fast/flash.h: what the fast attention kernels share: how they are launched. Steps are flash.cu's:
+// read those first. In these files
 //   - a block owns one tile of rows (queries, or keys and values) and streams the tiles of the
 //     other side past them;
 //   - where a kernel walks over tiles, i is a tile of queries and j one of keys; a single one is
@@ -17,9 +17,6 @@
 
 // What a kernel's body is made of may be missing in the architecture that it is compiled for. The
 // body is then empty, and compiled_for() tells `takes` not to offer it.
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-#define HAS_CP_ASYNC
-#endif
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HAS_WGMMA
 #endif
@@ -84,12 +81,5 @@ void launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared_bytes, c
     config.numAttrs = EARLY;
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args...));
     LAUNCH_CHECK();
-}
-
-// Copies in groups: cp_async_commit() ends a group of copy_16() (attention.h).
-DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N>  // waits until at most the N newest groups of this thread are pending
-DEVICE void cp_async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 #endif

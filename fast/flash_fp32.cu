@@ -1,545 +1,421 @@
-// fast/flash_fp32.cu: FlashAttention-2 in true fp32: no tensor cores, every product is FFMAs on
-// register tiles.
+// fast/flash_fp32.cu: FlashAttention-2 in true fp32: no tensor cores, every product is FFMAs. Read
+// flash_v2 in flash.cu first. Forward is like its forward, backward like its dK and dV; fp32_dot
+// and fp32_add_rows stand where v2_dot and v2_add_rows stand.
 //
-// What changed against flash_v1 (flash.cu), and why it is faster: a thread holds a piece of S
-// of 4x8 scores and not one, so a number that it reads from shared memory is multiplied four or
-// eight times; reads are of 16 bytes; and tiles are copied (cp.async) while others are computed on.
-// What it costs: most of a multiprocessor's registers and shared memory, so that one block fills
-// it; and the cards before the A100 (sm_80) cannot run it.
+// What changed against flash_v1 (flash.cu), and why it is faster: a thread computes 4x8 numbers of
+// S and not one, so what it reads from shared memory is multiplied four or eight times; reads are
+// of 16 bytes; and tiles are copied while others are computed on.
 //
-// What bounds it: an SM issues 4 warp instructions per clock. With loads and the softmax 4 of 5 are
-// FFMAs, and 70 % of the issue slots are used: about 40 of the H200's 67 TFLOP/s.
-//
-// Filling the chip: one head of 16384 positions has only 256 tiles of 64 rows for 132 SMs. So an SM
-// gets one block of two or three groups of 128 threads. Each group takes every second (third)
-// streamed tile, and their sums are merged.
+// What bounds it: for 4 numbers of d a warp reads 12 times 16 bytes a lane and issues 128 FFMAs.
+// The reads keep a multiprocessor's shared memory busy for 24 clocks, the FFMAs all its units for
+// 32. A block has one warp for each of the four schedulers. On an H100 two or three blocks share a
+// multiprocessor: while one waits for copies or computes exponentials, another multiplies.
 //
 // Backward: a block owns a tile of keys and does step 12 by atomic additions: 5 products where
-// flash_v1 has 7, and sums in no fixed order.
-//
-// The file has the tile, copies, products of register tiles, then the two passes and their
-// launches. Read the two rows_times_ functions first, then flash_forward_fp32_kernel.
+// flash_v1 and flash_v2 have 7, and sums in no fixed order.
 #include "flash.h"
-
-// The sizes of a kernel. streamed: rows of a streamed tile. groups: of threads, that share the
-// block's own tile.
-template <int HEAD, int STREAMED, int GROUPS>
-struct Fp32Tile {
-    static constexpr int D = HEAD, streamed = STREAMED, groups = GROUPS;
-    static constexpr int own = 64;  // rows of the tile that the block owns
-    // of a group, in a grid of tx x ty; the tx threads of a row are in one warp
-    static constexpr int threads = 128;
-    static constexpr int tx = D == 128 ? 16 : 8, ty = threads / tx;
-    static constexpr int rows = own / ty;          // own rows of a thread: ty + Tile::ty r
-    static constexpr int columns = streamed / tx;  // streamed rows of a thread: tx + Tile::tx n
-    static constexpr int out_columns = D / tx;     // of O, dQ, dK or dV, of a thread
-    using Scores = float[rows][columns];
-    using Sums = float[rows][out_columns];
-    // Floats of a row in shared memory, padded, so that what a warp reads is in different banks.
-    static constexpr int row = D + 4, p_row = streamed + threads / ty;
-    static constexpr int unroll = D % 64 ? 2 : 8;  // as far as the registers reach
-    static constexpr int own_floats = own * row, streamed_floats = streamed * row;
-    static constexpr int p_floats = own * p_row;
-    static constexpr int group_floats = 2 * streamed_floats + p_floats;
-    static constexpr size_t forward_bytes = (own_floats + groups * group_floats) * sizeof(float);
-    static constexpr size_t backward_bytes =
-        (2 * own_floats + groups * group_floats) * sizeof(float);
-    static_assert(D % 16 == 0 && streamed % 16 == 0);
-    static_assert(threads * rows * out_columns <= 2 * streamed_floats || groups == 1,
-                  "the merge reuses these tiles");
-};
+#include <cfloat>
 
 #ifdef __CUDACC__
 
-// A barrier for one group of 128 threads; barrier 0 is __syncthreads().
-DEVICE void group_barrier(int group) {
-    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
-}
-// Copies rows [first, first + ROWS) of a matrix of so many `rows` to shared memory, asynchronously;
-// zeros beyond.
-template <int ROWS, int D, int THREADS>
-DEVICE void load_rows(float* to, const float* from, int64_t stride, int first, int rows,
-                      int thread) {
-    for (int i = thread; i < ROWS * (D / 4); i += THREADS) {
-        int r = i / (D / 4), c = i % (D / 4) * 4;
-        bool valid = first + r < rows;
-        copy_16(to + r * (D + 4) + c, from + (valid ? first + r : 0) * stride + c, valid);
-    }
+constexpr int FP32_THREADS = 128;
+constexpr int ACROSS = 8;                    // threads across a tile: see thread_x
+constexpr int DOWN = FP32_THREADS / ACROSS;  // and down
+constexpr int OWN = 64;                      // rows of the tile that a block owns
+constexpr int ROWS = OWN / DOWN;             // and a thread's of them
+// So many blocks should share a multiprocessor: the compiler takes no more registers than leave
+// room for them.
+constexpr int FORWARD_BLOCKS = 3;
+constexpr int BACKWARD_BLOCKS = 2;
+
+// How many rows has a tile that passes, of keys (in forward) or of queries (in backward)? As many
+// as leave room for one block in 99 KB, and so for two in an H100's 227.
+HD constexpr int fp32_keys(int D) { return D == 128 ? 32 : 64; }
+HD constexpr int fp32_queries(int D) {
+    if (D == 128) { return 16; }
+    return D == 80 ? 32 : 64;
 }
 
-// The first copies the block's own tile of x, from row `first` on, by all its threads; the second a
-// streamed tile by a group's.
-template <class Tile>
-DEVICE void load_own(float* to, const Heads& x, int b, int h, int first, int rows) {
-    load_rows<Tile::own, Tile::D, Tile::threads * Tile::groups>(to, head_of<float>(x, b, h), x.row,
-                                                                first, rows, threadIdx.x);
+// A matrix in shared memory. Its rows are padded, so that what a warp accesses at once lies in
+// different banks.
+template <int N, int D, int PAD = 4>
+struct Tile {
+    float row[N][D + PAD];
+};
+template <int D, int Bk = fp32_keys(D)>
+struct ForwardTiles {
+    Tile<OWN, D> Q;
+    Tile<Bk, D> K;
+    Tile<Bk, D> V;
+    Tile<OWN, Bk, ACROSS> P;
+};
+template <int D, int Bq = fp32_queries(D)>
+struct BackwardTiles {
+    Tile<OWN, D> K;
+    Tile<OWN, D> V;
+    Tile<Bq, D> Q;
+    Tile<Bq, D> dO;
+    Tile<OWN, Bq, ACROSS> P;  // also for dS
+};
+// A thread's part, in registers, of a matrix with OWN rows.
+template <int COLUMNS>
+using Part = float[ROWS][COLUMNS];
+
+// Moves the tensors' addresses, and L's, to this head. Then row_at returns its rows.
+DEVICE void move_to_head(AttentionArgs& a, int head) {
+    for (Heads* x : {&a.q, &a.k, &a.v, &a.o, &a.dO, &a.dq, &a.dk, &a.dv}) {
+        x->data = head_of<float>(*x, head / a.H, head % a.H);
+    }
+    a.L += (int64_t)head * a.Tq;
 }
-template <class Tile>
-DEVICE void load_streamed(float* to, const float* from, int64_t stride, int first, int rows,
-                          int thread) {
-    load_rows<Tile::streamed, Tile::D, Tile::threads>(to, from, stride, first, rows, thread);
-    cp_async_commit();
+DEVICE float* row_at(const Heads& x, int i) { return (float*)x.data + i * x.row; }
+
+// ---- products ----
+// Threads are a grid over a matrix, 8 across and 16 down. Thread (x, y) has the rows y, y + 16, ...
+// Where columns are keys (in backward queries) it has the columns x, x + 8, ...; where they are d,
+// see column_of. The lanes of warp 0:
+//
+//          x 0    1     2    3     4    5     6    7
+//     y 0    0    1     8    9    16   17    24   25
+//     y 1    2    3    10   11    18   19    26   27
+//     y 2    4    5    12   13    20   21    28   29
+//     y 3    6    7    14   15    22   23    30   31
+//
+// Why so: when each lane reads 16 bytes, shared memory serves the warp in 4 steps, 8 lanes in each.
+// It serves 16 lanes in one, if each lane has the same address as lane ^ 1, or each as lane ^ 2. A
+// row's lanes read the same numbers of A: 0 and 1 are such a pair, 2 and 3, ... A column's read the
+// same of B: 0 and 2 are a pair, 1 and 3, ... So both take 2 steps.
+DEVICE int thread_x() { return threadIdx.x % 2 + threadIdx.x % WARP / 8 * 2; }
+DEVICE int thread_y() { return threadIdx.x / WARP * 4 + threadIdx.x % 8 / 2; }
+DEVICE int thread_row(int r) { return thread_y() + r * DOWN; }
+
+// A thread's COUNT columns of D are vectors of neighbours, the 8 threads' vectors side by side.
+HD constexpr int vector_of(int count) { return count % 4 == 0 ? 4 : 2; }
+template <int COUNT>
+DEVICE int column_of(int c) {
+    constexpr int W = vector_of(COUNT);
+    return (c / W * ACROSS + thread_x()) * W + c % W;
 }
 
-// ---- products of register tiles ----
-// Both return where thread t sits in a grid of X columns. Shared memory serves a 16-byte load of a
-// warp in 4 steps, or in 2 if each lane has the same address as its neighbour (lane ^ 1), or each
-// as lane ^ 2. So lane bit 0 counts columns, bit 1 rows: what a row's threads read together
-// satisfies the first, what a column's threads read together the second.
-template <int X>
-DEVICE int grid_x(int t) {
-    constexpr int Y = WARP / X;  // rows of a warp
-    return t % WARP / (2 * Y) * 2 + t % 2;
-}
-template <int X>
-DEVICE int grid_y(int t) {
-    constexpr int Y = WARP / X;
-    return t / WARP * Y + t % WARP / 2 % Y;
-}
-// Returns what `combine` makes of the X threads of a row, to each of them.
-template <int X, class Combine>
-DEVICE float combine_row(float x, Combine combine) {
-    x = combine(x, __shfl_xor_sync(0xffffffff, x, 1));
-    for (int o = 2 * WARP / X; o < WARP; o *= 2) {
-        x = combine(x, __shfl_xor_sync(0xffffffff, x, o));
-    }
-    return x;
-}
-// A thread's COUNT columns of a row are vectors of neighbouring floats, X threads side by side.
-HD constexpr int vector_width(int count) {
-    if (count % 4 == 0) { return 4; }
-    return count % 2 == 0 ? 2 : 1;
-}
-template <int X, int COUNT>
-DEVICE int column(int x, int c) {
-    constexpr int W = vector_width(COUNT);
-    return (c / W * X + x) * W + c % W;
-}
-template <int X, int COUNT>
-DEVICE void load_columns(float (&v)[COUNT], const float* row, int x) {
-    constexpr int W = vector_width(COUNT);
-    for (int c = 0; c < COUNT; c += W) {
-        Pack<float, W> in = load_pack<W>(row + column<X, COUNT>(x, c));
-        for (int e = 0; e < W; e++) { v[c + e] = in.x[e]; }
+// Starts to copy rows [first, first + N) of x to shared memory; those from `rows` on become 0. A
+// thread copies 16 bytes of each of its rows, in the same columns. At D = 80 20 of 32 threads have
+// columns.
+template <int N, int D>
+DEVICE void fp32_load(Tile<N, D>& to, const Heads& x, int first, int rows) {
+    constexpr int THREADS = D == 80 ? 32 : D / 4;  // of a row
+    constexpr int STEP = FP32_THREADS / THREADS;
+    static_assert(N % STEP == 0);
+    int i = threadIdx.x / THREADS;
+    int d = threadIdx.x % THREADS * 4;
+    if (d >= D) { return; }
+
+    const float* from = row_at(x, first + i) + d;
+    int left = rows - first - i;
+#pragma unroll
+    for (int down = 0; down < N; down += STEP) {
+        copy_16(&to.row[i + down][d], from, down < left);
+        from += STEP * x.row;
     }
 }
-// Stores v times factor to the row's columns; with ADD it adds that to them.
-template <int X, bool ADD = false, int COUNT>
-DEVICE void store_columns(float* row, const float (&v)[COUNT], int x, float factor) {
-    constexpr int W = vector_width(COUNT);
-    for (int c = 0; c < COUNT; c += W) {
-        float* at = row + column<X, COUNT>(x, c);
-        Pack<float, W> out;
-        for (int e = 0; e < W; e++) { out.x[e] = v[c + e] * factor; }
-        if constexpr (!ADD) {
-            store_pack(at, out);
-#if __CUDA_ARCH__ >= 900  // one 16-byte addition in the L2 cache instead of four
-        } else if constexpr (W == 4) {
-            atomicAdd((float4*)at, {out.x[0], out.x[1], out.x[2], out.x[3]});
-#endif
-        } else {
-            for (int e = 0; e < W; e++) { atomicAdd(at + e, out.x[e]); }
-        }
-    }
-}
-// Computes s += A B^T: own rows times streamed rows, both along d, so 16-byte loads take four d at
-// once from each.
-template <class Tile>
-DEVICE void rows_times_rows(typename Tile::Scores& s, const float* A, const float* B, int tx,
-                            int ty) {
-#pragma unroll Tile::unroll
-    for (int d = 0; d < Tile::D; d += 4) {
-        float4 a[Tile::rows];
-        for (int r = 0; r < Tile::rows; r++) {
-            a[r] = *(const float4*)(A + (ty + r * Tile::ty) * Tile::row + d);
-        }
-        for (int n = 0; n < Tile::columns; n++) {
-            float4 b = *(const float4*)(B + (tx + n * Tile::tx) * Tile::row + d);
-            for (int r = 0; r < Tile::rows; r++) { s[r][n] = fmaf(a[r].x, b.x, s[r][n]); }
-            for (int r = 0; r < Tile::rows; r++) { s[r][n] = fmaf(a[r].y, b.y, s[r][n]); }
-            for (int r = 0; r < Tile::rows; r++) { s[r][n] = fmaf(a[r].z, b.z, s[r][n]); }
-            for (int r = 0; r < Tile::rows; r++) { s[r][n] = fmaf(a[r].w, b.w, s[r][n]); }
-        }
-    }
-}
-// Computes out += P B: P [own,streamed] in shared memory, B a streamed tile.
-template <class Tile>
-DEVICE void rows_times_columns(typename Tile::Sums& out, const float* P, const float* B, int tx,
-                               int ty) {
-#pragma unroll Tile::unroll
-    for (int n = 0; n < Tile::streamed; n += 4) {
-        float p[Tile::rows][4];
-        for (int r = 0; r < Tile::rows; r++) {
-            load_columns<1>(p[r], P + (ty + r * Tile::ty) * Tile::p_row + n, 0);
-        }
-        for (int e = 0; e < 4; e++) {
-            float b[Tile::out_columns];
-            load_columns<Tile::tx>(b, B + (n + e) * Tile::row, tx);
-            for (int r = 0; r < Tile::rows; r++) {
-                for (int c = 0; c < Tile::out_columns; c++) {
-                    out[r][c] = fmaf(p[r][e], b[c], out[r][c]);
+// Adds A B^T to the sums: the dot products of the own rows with the rows of a tile.
+template <int N, int D>
+DEVICE void fp32_dot(Part<N>& sums, const Tile<OWN, D>& A, const Tile<N * ACROSS, D>& B) {
+#pragma unroll 8
+    for (int d = 0; d < D; d += 4) {
+        Pack<float, 4> a[ROWS];
+        for (int r = 0; r < ROWS; r++) { a[r] = load_pack<4>(&A.row[thread_row(r)][d]); }
+        for (int n = 0; n < N; n++) {
+            auto b = load_pack<4>(&B.row[thread_x() + n * ACROSS][d]);
+            for (int e = 0; e < 4; e++) {
+                for (int r = 0; r < ROWS; r++) {  // another sum each: none waits for the one before
+                    sums[r][n] = fmaf(a[r].x[e], b.x[e], sums[r][n]);
                 }
             }
         }
     }
 }
-// Stores the thread's P to shared memory, where the threads of its rows, all in its warp, read it.
-template <class Tile>
-DEVICE void store_p(float* P, const typename Tile::Scores& p, int tx, int ty) {
-    for (int r = 0; r < Tile::rows; r++) {
-        for (int n = 0; n < Tile::columns; n++) {
-            P[(ty + r * Tile::ty) * Tile::p_row + tx + n * Tile::tx] = p[r][n];
+// Adds a row of B to each row r of the sums, times a[r]. A thread has its columns of D.
+template <int R, int COUNT>
+DEVICE void add_row(float (&sums)[R][COUNT], const float (&a)[R], const float* B_row) {
+    constexpr int W = vector_of(COUNT);
+    float b[COUNT];
+    for (int c = 0; c < COUNT; c += W) {
+        auto in = load_pack<W>(B_row + column_of<COUNT>(c));
+        for (int e = 0; e < W; e++) { b[c + e] = in.x[e]; }
+    }
+    for (int r = 0; r < R; r++) {
+        for (int c = 0; c < COUNT; c++) { sums[r][c] = fmaf(a[r], b[c], sums[r][c]); }
+    }
+}
+// Adds A B to the sums: the rows of a tile, with A as weights. A goes through shared memory: a
+// thread needs all columns of its rows, which its warp has.
+template <int COUNT, int N, int K, int D>
+DEVICE void fp32_add_rows(Part<COUNT>& sums, const Part<N>& A, Tile<OWN, K, ACROSS>& A_smem,
+                          const Tile<K, D>& B) {
+    __syncwarp();  // the warp has read what was there
+    for (int r = 0; r < ROWS; r++) {
+        for (int n = 0; n < N; n++) {  // a warp's 32 lanes write to 32 banks
+            A_smem.row[thread_row(r)][thread_x() + n * ACROSS] = A[r][n];
+        }
+    }
+    __syncwarp();
+
+#pragma unroll 8
+    for (int k = 0; k < K; k += 4) {
+        Pack<float, 4> a[ROWS];
+        for (int r = 0; r < ROWS; r++) { a[r] = load_pack<4>(&A_smem.row[thread_row(r)][k]); }
+        for (int e = 0; e < 4; e++) {
+            float a_k[ROWS];
+            for (int r = 0; r < ROWS; r++) { a_k[r] = a[r].x[e]; }
+            add_row(sums, a_k, B.row[k + e]);
         }
     }
 }
-// Adds the other groups' sums to group 0's, each thread's to its counterpart's. Every thread of the
-// block calls it.
-template <class Tile>
-DEVICE void merge_groups(typename Tile::Sums& x, float* group_0, int group, int t) {
-    if constexpr (Tile::groups == 1) { return; }
-    // the streamed tiles, and what an earlier merge left there, are no longer read
-    __syncthreads();
-    if (group > 0) {
-        for (int r = 0; r < Tile::rows * Tile::out_columns; r++) {
-            group_0[group * Tile::group_floats + r * Tile::threads + t] =
-                x[r / Tile::out_columns][r % Tile::out_columns];
+// Adds W neighbours to those in global memory, atomically.
+template <int W>
+DEVICE void atomic_add(float* to, const Pack<float, W>& x) {
+#if __CUDA_ARCH__ >= 900  // all at once, in the L2 cache
+    using Vector = std::conditional_t<W == 4, float4, float2>;
+    atomicAdd((Vector*)to, *(const Vector*)&x);
+#else
+    for (int e = 0; e < W; e++) { atomicAdd(to + e, x.x[e]); }
+#endif
+}
+// Stores R rows, times a factor, or adds them to what is there: every STEP-th row from `first` on,
+// but for those from `rows` on.
+template <bool ADD, int STEP, int R, int COUNT>
+DEVICE void fp32_store(const float (&x)[R][COUNT], float factor, const Heads& to, int first,
+                       int rows) {
+    constexpr int W = vector_of(COUNT);
+    for (int i = first, r = 0; r < R; i += STEP, r++) {
+        if (i >= rows) { return; }
+        float* row = row_at(to, i);
+        for (int c = 0; c < COUNT; c += W) {
+            Pack<float, W> out;
+            for (int e = 0; e < W; e++) { out.x[e] = x[r][c + e] * factor; }
+            if constexpr (ADD) {
+                atomic_add(row + column_of<COUNT>(c), out);
+            } else {
+                store_pack(row + column_of<COUNT>(c), out);
+            }
         }
     }
-    __syncthreads();
-    for (int g = 1; group == 0 && g < Tile::groups; g++) {
-        for (int r = 0; r < Tile::rows * Tile::out_columns; r++) {
-            x[r / Tile::out_columns][r % Tile::out_columns] +=
-                group_0[g * Tile::group_floats + r * Tile::threads + t];
+}
+// Gives the score -inf to keys that a query does not see. Rows are queries from q0 on, columns keys
+// from k0 on; TRANSPOSED, the other way round.
+template <bool TRANSPOSED, int N>
+DEVICE void fp32_mask(Part<N>& S, const AttentionArgs& a, int q0, int k0) {
+    int last_key = k0 + (TRANSPOSED ? OWN : N * ACROSS) - 1;
+    if (last_key < keys_seen(a.causal, q0, a.Tk)) { return; }  // all see all
+
+    for (int r = 0; r < ROWS; r++) {
+        for (int n = 0; n < N; n++) {
+            int row = thread_row(r);
+            int column = thread_x() + n * ACROSS;
+            int i = q0 + (TRANSPOSED ? column : row);
+            int j = k0 + (TRANSPOSED ? row : column);
+            if (j >= keys_seen(a.causal, i, a.Tk)) { S[r][n] = -INFINITY; }
         }
     }
 }
 
 // ---- forward ----
-// Does steps 2 to 4 of one tile, and step 5's shrink O. m: largest score yet, l: this thread's
-// share of the sum; c = scale * log2(e).
-template <class Tile>
-DEVICE void softmax_step(typename Tile::Scores& s, typename Tile::Sums& O, float (&m)[Tile::rows],
-                         float (&l)[Tile::rows], float c) {
-    for (int r = 0; r < Tile::rows; r++) {
+// Does steps 2 to 4, which make S P, and what step 5 does before its product. m is the largest
+// score yet, l this thread's part of the sum. exp(scale (s - m)) is exp2(c s - c m), with c = scale
+// log2(e).
+template <int N, int COUNT>
+DEVICE void fp32_softmax(Part<N>& S, Part<COUNT>& O, float (&m)[ROWS], float (&l)[ROWS], float c) {
+    for (int r = 0; r < ROWS; r++) {
         float larger = m[r];
-        for (int n = 0; n < Tile::columns; n++) { larger = fmaxf(larger, s[r][n]); }
-        larger = combine_row<Tile::tx>(larger, [](float x, float y) { return fmaxf(x, y); });
-        // no key seen yet: -inf - -inf would be NaN
-        float base = larger == -INFINITY ? 0 : larger * c;
-        float shrink = exp2_approx(m[r] * c - base);
-
-        m[r] = larger;
-        l[r] *= shrink;
-        for (int n = 0; n < Tile::columns; n++) {
-            s[r][n] = exp2_approx(fmaf(s[r][n], c, -base));
-            l[r] += s[r][n];
+        for (float s : S[r]) {  // step 2, in this thread
+            larger = fmaxf(larger, s);
         }
-        for (int k = 0; k < Tile::out_columns; k++) { O[r][k] *= shrink; }
+        for (int o : {1, 8, 16}) {  // and in the row: lane ^ o
+            larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, o));
+        }
+        float shrink = exp2_approx((m[r] - larger) * c);
+        m[r] = larger;
+
+        l[r] *= shrink;
+        for (float& s : S[r]) {  // steps 3 and 4
+            s = exp2_approx(fmaf(s, c, -larger * c));
+            l[r] += s;
+        }
+        for (float& o : O[r]) {  // step 5
+            o *= shrink;
+        }
     }
 }
 
-// Computes O and L of one tile of queries per block.
-template <class Tile>
-__global__ __launch_bounds__(Tile::threads* Tile::groups,
-                             1) void flash_forward_fp32_kernel(AttentionArgs a) {
-#ifdef HAS_CP_ASYNC
-    extern __shared__ float4 fp32_memory[];
-    int group = threadIdx.x / Tile::threads, t = threadIdx.x % Tile::threads,
-        tx = grid_x<Tile::tx>(t), ty = grid_y<Tile::tx>(t);
-    float* Q = (float*)fp32_memory;
-    float* group_0 = Q + Tile::own_floats;
-    float* K = group_0 + group * Tile::group_floats;
-    float *V = K + Tile::streamed_floats, *P = V + Tile::streamed_floats;
+// Writes O and L: a block owns queries, and the keys that they see pass. V is copied while step 1
+// runs, the next K while the others do.
+template <int D>
+__global__ void __launch_bounds__(FP32_THREADS, FORWARD_BLOCKS)
+    flash_fp32_forward_kernel(AttentionArgs a) {
+    constexpr int Bk = fp32_keys(D);
+    extern __shared__ float4 shared[];
+    auto& [Q, K, V, P_smem] = *(ForwardTiles<D>*)shared;
+    move_to_head(a, head_of_block());
+    int q0 = (gridDim.y - 1 - blockIdx.y) * OWN;  // those that see most keys start first
+    fp32_load(Q, a.q, q0, a.Tq);
+    fp32_load(K, a.k, 0, a.Tk);
 
-    int head = head_of_block(), b = head / a.H, h = head % a.H;
-    // the last queries see the most keys: they start first
-    int q0 = (int)(gridDim.y - 1 - blockIdx.y) * Tile::own;
-    int keys = a.causal ? min(a.Tk, q0 + Tile::own) : a.Tk;
-    int end = (keys + Tile::streamed - 1) / Tile::streamed;
-    // tiles before this one are seen by every query
-    int whole = min(a.Tk, a.causal ? q0 + 1 : a.Tk) / Tile::streamed;
-    const float *k = head_of<float>(a.k, b, h), *v = head_of<float>(a.v, b, h);
-
-    load_own<Tile>(Q, a.q, b, h, q0, a.Tq);
-    load_streamed<Tile>(K, k, a.k.row, group * Tile::streamed, a.Tk, t);
-    cp_async_wait<0>();
-    __syncthreads();  // Q, loaded by all groups
-
-    typename Tile::Sums O = {};
-    float m[Tile::rows], l[Tile::rows] = {}, c = a.scale * LOG2_E;
-    for (int r = 0; r < Tile::rows; r++) { m[r] = -INFINITY; }
-    for (int j = group; j < end; j += Tile::groups) {
-        cp_async_wait<0>();
-        group_barrier(group);  // everybody's part of K has arrived, and V has been read
-        load_streamed<Tile>(V, v, a.v.row, j * Tile::streamed, a.Tk, t);
-        typename Tile::Scores s = {};
-        rows_times_rows<Tile>(s, Q, K, tx, ty);  // step 1
-        cp_async_wait<0>();
-        group_barrier(group);  // V has arrived, and K has been read
-        if (j + Tile::groups < end) {
-            load_streamed<Tile>(K, k, a.k.row, (j + Tile::groups) * Tile::streamed, a.Tk, t);
-        }
-
-        if (j >= whole) {
-            for (int r = 0; r < Tile::rows; r++) {
-                for (int n = 0; n < Tile::columns; n++) {
-                    int query = q0 + ty + r * Tile::ty;
-                    int key = j * Tile::streamed + tx + n * Tile::tx;
-                    if (key >= a.Tk || (a.causal && key > query)) { s[r][n] = -INFINITY; }
-                }
-            }
-        }
-
-        softmax_step<Tile>(s, O, m, l, c);
-        __syncwarp();  // P of the tile before has been read
-        store_p<Tile>(P, s, tx, ty);
-        __syncwarp();
-        rows_times_columns<Tile>(O, P, V, tx, ty);  // step 5
+    float c = a.scale * LOG2_E;
+    Part<D / ACROSS> O = {};
+    float l[ROWS] = {};
+    float m[ROWS];
+    for (float& x : m) {  // not -inf: a tile's scores may all be -inf, and -inf - -inf is NaN
+        x = -FLT_MAX;
     }
 
-    for (int r = 0; r < Tile::rows; r++) {
-        l[r] = combine_row<Tile::tx>(l[r], [](float x, float y) { return x + y; });
-    }
-    // bring the groups to the largest m of each row; then l and O can be added
-    if constexpr (Tile::groups > 1) {
-        float* ms = P;
-        __syncthreads();  // P is no longer read
-        for (int r = 0; r < Tile::rows; r++) {
-            if (tx == 0) {
-                ms[(ty + r * Tile::ty) * 2] = m[r];
-                ms[(ty + r * Tile::ty) * 2 + 1] = l[r];
-            }
-        }
-        __syncthreads();
-        for (int r = 0; r < Tile::rows; r++) {
-            float larger = m[r], sum = 0, mine = m[r];
-            const float* row = group_0 + 2 * Tile::streamed_floats + (ty + r * Tile::ty) * 2;
-            for (int g = 0; g < Tile::groups; g++) {
-                larger = fmaxf(larger, row[g * Tile::group_floats]);
-            }
-            for (int g = 0; g < Tile::groups; g++) {
-                sum += row[g * Tile::group_floats + 1] *
-                       exp2_approx((row[g * Tile::group_floats] - larger) * c);
-            }
-            m[r] = larger;
-            l[r] = sum;
-            for (int n = 0; n < Tile::out_columns; n++) {
-                O[r][n] *= exp2_approx((mine - larger) * c);
-            }
-        }
-        merge_groups<Tile>(O, group_0, group, t);
-    }
-    if (group > 0) { return; }
+    int keys = keys_seen(a.causal, q0 + OWN - 1, a.Tk);
+    for (int k0 = 0; k0 < keys; k0 += Bk) {
+        await_copies();
+        __syncthreads();  // K is there, and all warps have read V
+        fp32_load(V, a.v, k0, a.Tk);
+        Part<Bk / ACROSS> S = {};
+        fp32_dot(S, Q, K);  // step 1, but for the scale
 
-#pragma unroll
-    for (int r = 0; r < Tile::rows; r++) {  // step 6
-        int query = q0 + ty + r * Tile::ty;
-        if (query >= a.Tq) { continue; }
-        store_columns<Tile::tx>(head_of<float>(a.o, b, h) + query * a.o.row, O[r], tx, 1 / l[r]);
-        if (tx == 0) { a.L[(int64_t)head * a.Tq + query] = m[r] * a.scale + logf(l[r]); }
+        await_copies();
+        __syncthreads();  // V is there, and all warps have read K
+        if (k0 + Bk < keys) { fp32_load(K, a.k, k0 + Bk, a.Tk); }
+        fp32_mask<false>(S, a, q0, k0);
+        fp32_softmax(S, O, m, l, c);     // steps 2 to 4: S becomes P
+        fp32_add_rows(O, S, P_smem, V);  // step 5
     }
-#endif
+
+    for (int r = 0; r < ROWS; r++) {  // step 6
+        for (int o : {1, 8, 16}) {    // as in step 2
+            l[r] += __shfl_xor_sync(0xffffffff, l[r], o);
+        }
+        for (float& o : O[r]) { o /= l[r]; }
+        int i = q0 + thread_row(r);
+        if (thread_x() == 0 && i < a.Tq) { a.L[i] = m[r] * a.scale + logf(l[r]); }
+    }
+    fp32_store<false, DOWN>(O, 1, a.o, q0 + thread_y(), a.Tq);
 }
 
 // ---- backward ----
-// Does step 7, D_i in delta [B,H,Tq], one warp per row; and sets dQ = 0, to which the main kernel's
-// atomics add.
-__global__ void flash_delta_fp32_kernel(AttentionArgs a, int D, float* delta) {
-    int64_t r = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / WARP;
+// Does step 7, a warp per query, and sets dQ = 0, to which the main kernel's atomics add.
+__global__ void flash_fp32_delta_kernel(AttentionArgs a, int D, float* delta /* [B,H,Tq] */) {
+    int64_t n = (blockIdx.x * (int64_t)FP32_THREADS + threadIdx.x) / WARP;
+    int head = (int)(n / a.Tq);
+    int i = (int)(n % a.Tq);
     int lane = threadIdx.x % WARP;
-    if (r >= (int64_t)a.B * a.H * a.Tq) { return; }
+    if (head >= a.B * a.H) { return; }
 
-    int64_t query = r % a.Tq;
-    int b = (int)(r / a.Tq) / a.H, h = (int)(r / a.Tq) % a.H;
-    const float *o = head_of<float>(a.o, b, h) + query * a.o.row,
-                *dO = head_of<float>(a.dO, b, h) + query * a.dO.row;
+    move_to_head(a, head);
+    const float* o = row_at(a.o, i);
+    const float* dO = row_at(a.dO, i);
+    float* dQ = row_at(a.dq, i);
     float sum = 0;
     for (int d = lane; d < D; d += WARP) {
         sum += o[d] * dO[d];
-        head_of<float>(a.dq, b, h)[query * a.dq.row + d] = 0;
+        dQ[d] = 0;
     }
     sum = warp_sum(sum);
-    if (lane == 0) { delta[r] = sum; }
+    if (lane == 0) { delta[n] = sum; }
 }
 
-// Does step 12 from dS^T [own keys, streamed queries], by a group's threads. One has 4 neighbouring
-// queries.
-template <class Tile>
-DEVICE void add_dq(const AttentionArgs& a, int b, int h, int q0, const float* dS, const float* K,
-                   int t) {
-    constexpr int X = Tile::threads / (Tile::streamed / 4), OUT = Tile::D / X;
-    static_assert(Tile::D % X == 0 && X <= WARP);
-    int x = grid_x<X>(t), y = grid_y<X>(t);
-    float dQ[4][OUT] = {};
+// Does step 12 for a tile of Bq queries from q0 on. A thread has Bq / 16 neighbouring ones.
+template <int D, int Bq>
+DEVICE void fp32_add_dq(const AttentionArgs& a, int q0,
+                        const Tile<OWN, Bq, ACROSS>& dS,  // transposed
+                        const Tile<OWN, D>& K) {
+    constexpr int R = Bq / DOWN;
+    int first = thread_y() * R;
+    float dQ[R][D / ACROSS] = {};
 #pragma unroll 8
-    for (int key = 0; key < Tile::own; key++) {
-        float ds[4], k[OUT];
-        load_columns<1>(ds, dS + key * Tile::p_row + 4 * y, 0);
-        load_columns<X>(k, K + key * Tile::row, x);
-        for (int r = 0; r < 4; r++) {
-            for (int c = 0; c < OUT; c++) { dQ[r][c] = fmaf(ds[r], k[c], dQ[r][c]); }
-        }
+    for (int key = 0; key < OWN; key++) {
+        auto ds = load_pack<R>(&dS.row[key][first]);
+        add_row(dQ, ds.x, K.row[key]);
     }
-
-    for (int r = 0; r < 4; r++) {
-        int query = q0 + 4 * y + r;
-        if (query < a.Tq) {
-            store_columns<X, true>(head_of<float>(a.dq, b, h) + query * a.dq.row, dQ[r], x,
-                                   a.scale);
-        }
-    }
+    fp32_store<true, 1>(dQ, a.scale, a.dq, q0 + first, a.Tq);
 }
 
-// Computes dK and dV of one tile of keys per block, and adds its part of dQ. It streams Q and dO.
-// All matrices are transposed: rows are keys, columns queries.
-template <class Tile>
-__global__ __launch_bounds__(Tile::threads* Tile::groups,
-                             1) void flash_backward_kv_fp32_kernel(AttentionArgs a,
-                                                                   const float* delta) {
-#ifdef HAS_CP_ASYNC
-    extern __shared__ float4 fp32_memory[];
-    int group = threadIdx.x / Tile::threads, t = threadIdx.x % Tile::threads,
-        tx = grid_x<Tile::tx>(t), ty = grid_y<Tile::tx>(t);
-    float *K = (float*)fp32_memory, *V = K + Tile::own_floats, *group_0 = V + Tile::own_floats;
-    float* Q = group_0 + group * Tile::group_floats;
-    float *dO = Q + Tile::streamed_floats, *P = dO + Tile::streamed_floats;
+// Writes dK and dV, and adds to dQ: a block owns keys, and the queries that see them pass. S and dP
+// are transposed, a row being a key. The next Q and dO are copied while step 12 runs.
+template <int D>
+__global__ void __launch_bounds__(FP32_THREADS, BACKWARD_BLOCKS)
+    flash_fp32_backward_kernel(AttentionArgs a, const float* delta /* [B,H,Tq] */) {
+    constexpr int Bq = fp32_queries(D);
+    constexpr int N = Bq / ACROSS;
+    extern __shared__ float4 shared[];
+    auto& [K, V, Q, dO, P_smem] = *(BackwardTiles<D>*)shared;
+    move_to_head(a, head_of_block());
+    int k0 = blockIdx.y * OWN;
+    delta += (int64_t)head_of_block() * a.Tq;
+    fp32_load(K, a.k, k0, a.Tk);
+    fp32_load(V, a.v, k0, a.Tk);
+    int first = a.causal ? k0 / Bq * Bq : 0;
+    fp32_load(Q, a.q, first, a.Tq);
+    fp32_load(dO, a.dO, first, a.Tq);
 
-    int head = head_of_block(), b = head / a.H, h = head % a.H;
-    // the first keys are seen by the most queries: they start first
-    int k0 = (int)blockIdx.y * Tile::own;
-    int first = a.causal ? k0 / Tile::streamed : 0,
-        end = (a.Tq + Tile::streamed - 1) / Tile::streamed;
-    const float *q = head_of<float>(a.q, b, h), *from_dO = head_of<float>(a.dO, b, h);
-    const float *L = a.L + (int64_t)head * a.Tq, *D_i = delta + (int64_t)head * a.Tq;
-
-    load_own<Tile>(K, a.k, b, h, k0, a.Tk);
-    load_own<Tile>(V, a.v, b, h, k0, a.Tk);
-    cp_async_commit();
-    load_streamed<Tile>(dO, from_dO, a.dO.row, (first + group) * Tile::streamed, a.Tq, t);
-    load_streamed<Tile>(Q, q, a.q.row, (first + group) * Tile::streamed, a.Tq, t);
-    cp_async_wait<2>();
-    __syncthreads();  // K and V, loaded by all groups
-
-    typename Tile::Sums dK = {}, dV = {};
     float c = a.scale * LOG2_E;
-    for (int i = first + group; i < end; i += Tile::groups) {
-        int q0 = i * Tile::streamed, next = (i + Tile::groups) * Tile::streamed;
-        float l[Tile::columns], d[Tile::columns];
-        typename Tile::Scores s = {}, ds = {};
-        for (int n = 0; n < Tile::columns; n++) {  // beyond Tq: L = inf makes P = 0
-            int query = q0 + tx + n * Tile::tx;
-            l[n] = query < a.Tq ? L[query] * LOG2_E : INFINITY;
-            d[n] = query < a.Tq ? D_i[query] : 0;
+    Part<D / ACROSS> dK = {};
+    Part<D / ACROSS> dV = {};
+    for (int q0 = first; q0 < a.Tq; q0 += Bq) {
+        Part<N> S = {};
+        Part<N> dP;
+        float L[N];
+        for (int n = 0; n < N; n++) {  // beyond Tq: L = inf makes P 0
+            int i = q0 + thread_x() + n * ACROSS;
+            L[n] = i < a.Tq ? a.L[i] * LOG2_E : INFINITY;
+            float D_i = i < a.Tq ? delta[i] : 0;
+            for (int r = 0; r < ROWS; r++) { dP[r][n] = -D_i; }
         }
 
-        cp_async_wait<1>();
-        group_barrier(group);                      // dO has arrived; Q may be on its way
-        rows_times_rows<Tile>(ds, V, dO, tx, ty);  // step 10
-        cp_async_wait<0>();
-        group_barrier(group);                    // Q has arrived
-        rows_times_rows<Tile>(s, K, Q, tx, ty);  // step 8's S
-        bool masked = (a.causal && q0 < k0 + Tile::own - 1) || k0 + Tile::own > a.Tk;
-#pragma unroll
-        for (int r = 0; r < Tile::rows; r++) {
-            for (int n = 0; n < Tile::columns; n++) {
-                s[r][n] = exp2_approx(fmaf(s[r][n], c, -l[n]));  // step 8's P
-                int query = q0 + tx + n * Tile::tx, key = k0 + ty + r * Tile::ty;
-                if (masked && (key >= a.Tk || (a.causal && key > query))) { s[r][n] = 0; }
-                ds[r][n] = s[r][n] * (ds[r][n] - d[n]);  // step 11
+        await_copies();
+        __syncthreads();      // Q and dO are there, and all warps have read dS
+        fp32_dot(dP, V, dO);  // step 10, and step 11's - D_i
+        fp32_dot(S, K, Q);    // step 8
+        fp32_mask<true>(S, a, q0, k0);
+        for (int r = 0; r < ROWS; r++) {
+            for (int n = 0; n < N; n++) {
+                S[r][n] = exp2_approx(fmaf(S[r][n], c, -L[n]));  // S becomes P
+                dP[r][n] *= S[r][n];                             // step 11: dP becomes dS
             }
         }
+        fp32_add_rows(dV, S, P_smem, dO);  // step 9
+        fp32_add_rows(dK, dP, P_smem, Q);  // step 13, but for the scale
 
-        store_p<Tile>(P, s, tx, ty);
-        __syncwarp();
-        rows_times_columns<Tile>(dV, P, dO, tx, ty);  // step 9
-        group_barrier(group);                         // dO has been read, and P
-        if (i + Tile::groups < end) { load_streamed<Tile>(dO, from_dO, a.dO.row, next, a.Tq, t); }
-
-        store_p<Tile>(P, ds, tx, ty);
-        __syncwarp();
-        rows_times_columns<Tile>(dK, P, Q, tx, ty);  // step 13
-        group_barrier(group);                        // all of dS is there
-        add_dq<Tile>(a, b, h, q0, P, K, t);
-        group_barrier(group);  // Q has been read, and dS
-        if (i + Tile::groups < end) { load_streamed<Tile>(Q, q, a.q.row, next, a.Tq, t); }
+        __syncthreads();  // all of dS is there, and all warps have read Q and dO
+        if (q0 + Bq < a.Tq) {
+            fp32_load(Q, a.q, q0 + Bq, a.Tq);
+            fp32_load(dO, a.dO, q0 + Bq, a.Tq);
+        }
+        fp32_add_dq(a, q0, P_smem, K);  // step 12
     }
-
-    cp_async_wait<0>();  // a group without a tile still has its first loads under way
-    merge_groups<Tile>(dK, group_0, group, t);
-    merge_groups<Tile>(dV, group_0, group, t);
-    if (group > 0) { return; }
-
-#pragma unroll
-    for (int r = 0; r < Tile::rows; r++) {
-        int key = k0 + ty + r * Tile::ty;
-        if (key >= a.Tk) { continue; }
-        store_columns<Tile::tx>(head_of<float>(a.dk, b, h) + key * a.dk.row, dK[r], tx, a.scale);
-        store_columns<Tile::tx>(head_of<float>(a.dv, b, h) + key * a.dv.row, dV[r], tx, 1);
-    }
-#endif
+    await_copies();  // where no query sees these keys, the first copies are still on their way
+    fp32_store<false, DOWN>(dK, a.scale, a.dk, k0 + thread_y(), a.Tk);
+    fp32_store<false, DOWN>(dV, 1, a.dv, k0 + thread_y(), a.Tk);
 }
 
 // ---- launchers ----
-template <class Tile>
-static void forward_fp32(const AttentionArgs& a) {
-    launch(flash_forward_fp32_kernel<Tile>, attention_grid(a, ceil_div(a.Tq, Tile::own)),
-           Tile::threads * Tile::groups, Tile::forward_bytes, a);
-}
-template <class Tile>
-static void backward_fp32(const AttentionArgs& a, const float* delta) {
-    launch(flash_backward_kv_fp32_kernel<Tile>, attention_grid(a, ceil_div(a.Tk, Tile::own)),
-           Tile::threads * Tile::groups, Tile::backward_bytes, a, delta);
-}
-
-// Both run by large tiles where a block can have the shared memory, else by small ones (at most
-// 99 KB).
 static void forward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
-    auto run = [&](auto large, auto small) {
-        if (shared_memory_per_block() >= Fp32Tile<128, 64, 2>::forward_bytes) {
-            forward_fp32<decltype(large)>(a);
-        } else {
-            forward_fp32<decltype(small)>(a);
-        }
-    };
-    switch (t.q.dim(3)) {
-        case 16: return run(Fp32Tile<16, 64, 2>(), Fp32Tile<16, 64, 1>());
-        case 32: return run(Fp32Tile<32, 64, 2>(), Fp32Tile<32, 64, 1>());
-        case 64: return run(Fp32Tile<64, 64, 3>(), Fp32Tile<64, 64, 1>());
-        case 80: return run(Fp32Tile<80, 64, 2>(), Fp32Tile<80, 64, 1>());
-        case 128: return run(Fp32Tile<128, 64, 2>(), Fp32Tile<128, 32, 1>());
-        default: fail("%s: no kernel for this head size", __func__);
-    }
+    dim3 grid = attention_grid(a, ceil_div(a.Tq, OWN), FORWARD_BLOCKS);
+    with_head_size(t, [&](auto D) {
+        launch(flash_fp32_forward_kernel<D>, grid, FP32_THREADS, sizeof(ForwardTiles<D>), a);
+    });
 }
 static void backward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
-    const int D = (int)t.q.dim(3);
     Tensor workspace = empty({a.B, a.H, a.Tq}, F32, WORKSPACE);
     float* delta = workspace.as<float>();
-    int64_t rows = (int64_t)a.B * a.H * a.Tq;
-    LAUNCH(flash_delta_fp32_kernel, ceil_div(rows * WARP, 256), 256, a, D, delta);
+    int warps = FP32_THREADS / WARP;
+    LAUNCH(flash_fp32_delta_kernel, ceil_div((int64_t)a.B * a.H * a.Tq, warps), FP32_THREADS, a,
+           (int)t.q.dim(3), delta);
 
-    auto run = [&](auto large, auto small) {
-        static_assert(decltype(small)::backward_bytes <= 99 * 1024,
-                      "8.6, 8.9 and 12.0 have no more");
-        if (shared_memory_per_block() >= decltype(large)::backward_bytes) {
-            backward_fp32<decltype(large)>(a, delta);
-        } else {
-            backward_fp32<decltype(small)>(a, delta);
-        }
-    };
-    switch (D) {
-        case 16: return run(Fp32Tile<16, 64, 2>(), Fp32Tile<16, 64, 1>());
-        case 32: return run(Fp32Tile<32, 64, 2>(), Fp32Tile<32, 64, 1>());
-        case 64: return run(Fp32Tile<64, 64, 2>(), Fp32Tile<64, 64, 1>());
-        case 80: return run(Fp32Tile<80, 64, 2>(), Fp32Tile<80, 32, 1>());
-        case 128: return run(Fp32Tile<128, 32, 2>(), Fp32Tile<128, 16, 1>());
-        default: fail("%s: no kernel for this head size", __func__);
-    }
+    dim3 grid = attention_grid(a, ceil_div(a.Tk, OWN), BACKWARD_BLOCKS);
+    with_head_size(t, [&](auto D) {
+        constexpr size_t bytes = sizeof(BackwardTiles<D>);
+        static_assert(bytes <= 99 * 1024, "8.6, 8.9 and 12.0 have no more");
+        launch(flash_fp32_backward_kernel<D>, grid, FP32_THREADS, bytes, a, delta);
+    });
 }
 static bool takes(DType t, int64_t D) {
-    static const bool runs_here = compiled_for(flash_delta_fp32_kernel) >= 80;
-    return t == F32 && flash_head_size(D) && runs_here;
+    return t == F32 && flash_head_size(D) && compiled_for(flash_fp32_delta_kernel) >= 80;
 }
 static const AddRow<AttentionImpl> row({"flash_fp32", CUDA, 50, takes, nullptr, forward, backward});
 #endif
