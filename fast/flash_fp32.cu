@@ -3,8 +3,8 @@
 // and fp32_add_rows stand where v2_dot and v2_add_rows stand.
 //
 // What changed against flash_v1 (flash.cu), and why it is faster: a thread computes 4x8 numbers of
-// S and not one, so what it reads from shared memory is multiplied four or eight times; reads are
-// of 16 bytes; and tiles are copied while others are computed on.
+// S and not one (2x8 where there are few blocks), so what it reads from shared memory is multiplied
+// four or eight times; reads are of 16 bytes; and tiles are copied while others are computed on.
 //
 // What bounds it: for 4 numbers of d a warp reads 12 times 16 bytes a lane and issues 128 FFMAs.
 // The reads keep a multiprocessor's shared memory busy for 24 clocks, the FFMAs all its units for
@@ -21,8 +21,6 @@
 constexpr int FP32_THREADS = 128;
 constexpr int ACROSS = 8;                    // threads across a tile: see thread_x
 constexpr int DOWN = FP32_THREADS / ACROSS;  // and down
-constexpr int OWN = 64;                      // rows of the tile that a block owns
-constexpr int ROWS = OWN / DOWN;             // and a thread's of them
 // So many blocks should share a multiprocessor: the compiler takes no more registers than leave
 // room for them.
 constexpr int FORWARD_BLOCKS = 3;
@@ -42,24 +40,24 @@ template <int N, int D, int PAD = 4>
 struct Tile {
     float row[N][D + PAD];
 };
-template <int D, int Bk = fp32_keys(D)>
+template <int D, int R, int Bk = fp32_keys(D)>
 struct ForwardTiles {
-    Tile<OWN, D> Q;
+    Tile<R * DOWN, D> Q;
     Tile<Bk, D> K;
     Tile<Bk, D> V;
-    Tile<OWN, Bk, ACROSS> P;
+    Tile<R * DOWN, Bk, ACROSS> P;
 };
-template <int D, int Bq = fp32_queries(D)>
+template <int D, int R, int Bq = fp32_queries(D)>
 struct BackwardTiles {
-    Tile<OWN, D> K;
-    Tile<OWN, D> V;
+    Tile<R * DOWN, D> K;
+    Tile<R * DOWN, D> V;
     Tile<Bq, D> Q;
     Tile<Bq, D> dO;
-    Tile<OWN, Bq, ACROSS> P;  // also for dS
+    Tile<R * DOWN, Bq, ACROSS> P;  // also for dS
 };
-// A thread's part, in registers, of a matrix with OWN rows.
-template <int COLUMNS>
-using Part = float[ROWS][COLUMNS];
+// A thread's part, in registers, of a matrix with 16 R rows.
+template <int R, int COLUMNS>
+using Part = float[R][COLUMNS];
 
 // Moves the tensors' addresses, and L's, to this head. Then row_at returns its rows.
 DEVICE void move_to_head(AttentionArgs& a, int head) {
@@ -118,16 +116,16 @@ DEVICE void fp32_load(Tile<N, D>& to, const Heads& x, int first, int rows) {
     }
 }
 // Adds A B^T to the sums: the dot products of the own rows with the rows of a tile.
-template <int N, int D>
-DEVICE void fp32_dot(Part<N>& sums, const Tile<OWN, D>& A, const Tile<N * ACROSS, D>& B) {
+template <int R, int N, int D>
+DEVICE void fp32_dot(Part<R, N>& sums, const Tile<R * DOWN, D>& A, const Tile<N * ACROSS, D>& B) {
 #pragma unroll 8
     for (int d = 0; d < D; d += 4) {
-        Pack<float, 4> a[ROWS];
-        for (int r = 0; r < ROWS; r++) { a[r] = load_pack<4>(&A.row[thread_row(r)][d]); }
+        Pack<float, 4> a[R];
+        for (int r = 0; r < R; r++) { a[r] = load_pack<4>(&A.row[thread_row(r)][d]); }
         for (int n = 0; n < N; n++) {
             auto b = load_pack<4>(&B.row[thread_x() + n * ACROSS][d]);
             for (int e = 0; e < 4; e++) {
-                for (int r = 0; r < ROWS; r++) {  // another sum each: none waits for the one before
+                for (int r = 0; r < R; r++) {  // another sum each: none waits for the one before
                     sums[r][n] = fmaf(a[r].x[e], b.x[e], sums[r][n]);
                 }
             }
@@ -149,11 +147,11 @@ DEVICE void add_row(float (&sums)[R][COUNT], const float (&a)[R], const float* B
 }
 // Adds A B to the sums: the rows of a tile, with A as weights. A goes through shared memory: a
 // thread needs all columns of its rows, which its warp has.
-template <int COUNT, int N, int K, int D>
-DEVICE void fp32_add_rows(Part<COUNT>& sums, const Part<N>& A, Tile<OWN, K, ACROSS>& A_smem,
-                          const Tile<K, D>& B) {
+template <int R, int COUNT, int N, int K, int D>
+DEVICE void fp32_add_rows(Part<R, COUNT>& sums, const Part<R, N>& A,
+                          Tile<R * DOWN, K, ACROSS>& A_smem, const Tile<K, D>& B) {
     __syncwarp();  // the warp has read what was there
-    for (int r = 0; r < ROWS; r++) {
+    for (int r = 0; r < R; r++) {
         for (int n = 0; n < N; n++) {  // a warp's 32 lanes write to 32 banks
             A_smem.row[thread_row(r)][thread_x() + n * ACROSS] = A[r][n];
         }
@@ -162,11 +160,11 @@ DEVICE void fp32_add_rows(Part<COUNT>& sums, const Part<N>& A, Tile<OWN, K, ACRO
 
 #pragma unroll 8
     for (int k = 0; k < K; k += 4) {
-        Pack<float, 4> a[ROWS];
-        for (int r = 0; r < ROWS; r++) { a[r] = load_pack<4>(&A_smem.row[thread_row(r)][k]); }
+        Pack<float, 4> a[R];
+        for (int r = 0; r < R; r++) { a[r] = load_pack<4>(&A_smem.row[thread_row(r)][k]); }
         for (int e = 0; e < 4; e++) {
-            float a_k[ROWS];
-            for (int r = 0; r < ROWS; r++) { a_k[r] = a[r].x[e]; }
+            float a_k[R];
+            for (int r = 0; r < R; r++) { a_k[r] = a[r].x[e]; }
             add_row(sums, a_k, B.row[k + e]);
         }
     }
@@ -203,12 +201,12 @@ DEVICE void fp32_store(const float (&x)[R][COUNT], float factor, const Heads& to
 }
 // Gives the score -inf to keys that a query does not see. Rows are queries from q0 on, columns keys
 // from k0 on; TRANSPOSED, the other way round.
-template <bool TRANSPOSED, int N>
-DEVICE void fp32_mask(Part<N>& S, const AttentionArgs& a, int q0, int k0) {
-    int last_key = k0 + (TRANSPOSED ? OWN : N * ACROSS) - 1;
+template <bool TRANSPOSED, int R, int N>
+DEVICE void fp32_mask(Part<R, N>& S, const AttentionArgs& a, int q0, int k0) {
+    int last_key = k0 + (TRANSPOSED ? R * DOWN : N * ACROSS) - 1;
     if (last_key < keys_seen(a.causal, q0, a.Tk)) { return; }  // all see all
 
-    for (int r = 0; r < ROWS; r++) {
+    for (int r = 0; r < R; r++) {
         for (int n = 0; n < N; n++) {
             int row = thread_row(r);
             int column = thread_x() + n * ACROSS;
@@ -223,9 +221,9 @@ DEVICE void fp32_mask(Part<N>& S, const AttentionArgs& a, int q0, int k0) {
 // Does steps 2 to 4, which make S P, and what step 5 does before its product. m is the largest
 // score yet, l this thread's part of the sum. exp(scale (s - m)) is exp2(c s - c m), with c = scale
 // log2(e).
-template <int N, int COUNT>
-DEVICE void fp32_softmax(Part<N>& S, Part<COUNT>& O, float (&m)[ROWS], float (&l)[ROWS], float c) {
-    for (int r = 0; r < ROWS; r++) {
+template <int R, int N, int COUNT>
+DEVICE void fp32_softmax(Part<R, N>& S, Part<R, COUNT>& O, float (&m)[R], float (&l)[R], float c) {
+    for (int r = 0; r < R; r++) {
         float larger = m[r];
         for (float s : S[r]) {  // step 2, in this thread
             larger = fmaxf(larger, s);
@@ -249,21 +247,22 @@ DEVICE void fp32_softmax(Part<N>& S, Part<COUNT>& O, float (&m)[ROWS], float (&l
 
 // Writes O and L: a block owns queries, and the keys that they see pass. V is copied while step 1
 // runs, the next K while the others do.
-template <int D>
+template <int D, int R>
 __global__ void __launch_bounds__(FP32_THREADS, FORWARD_BLOCKS)
     flash_fp32_forward_kernel(AttentionArgs a) {
+    constexpr int OWN = R * DOWN;
     constexpr int Bk = fp32_keys(D);
     extern __shared__ float4 shared[];
-    auto& [Q, K, V, P_smem] = *(ForwardTiles<D>*)shared;
+    auto& [Q, K, V, P_smem] = *(ForwardTiles<D, R>*)shared;
     move_to_head(a, head_of_block());
     int q0 = (gridDim.y - 1 - blockIdx.y) * OWN;  // those that see most keys start first
     fp32_load(Q, a.q, q0, a.Tq);
     fp32_load(K, a.k, 0, a.Tk);
 
     float c = a.scale * LOG2_E;
-    Part<D / ACROSS> O = {};
-    float l[ROWS] = {};
-    float m[ROWS];
+    Part<R, D / ACROSS> O = {};
+    float l[R] = {};
+    float m[R];
     for (float& x : m) {  // not -inf: a tile's scores may all be -inf, and -inf - -inf is NaN
         x = -FLT_MAX;
     }
@@ -273,7 +272,7 @@ __global__ void __launch_bounds__(FP32_THREADS, FORWARD_BLOCKS)
         await_copies();
         __syncthreads();  // K is there, and all warps have read V
         fp32_load(V, a.v, k0, a.Tk);
-        Part<Bk / ACROSS> S = {};
+        Part<R, Bk / ACROSS> S = {};
         fp32_dot(S, Q, K);  // step 1, but for the scale
 
         await_copies();
@@ -284,8 +283,8 @@ __global__ void __launch_bounds__(FP32_THREADS, FORWARD_BLOCKS)
         fp32_add_rows(O, S, P_smem, V);  // step 5
     }
 
-    for (int r = 0; r < ROWS; r++) {  // step 6
-        for (int o : {1, 8, 16}) {    // as in step 2
+    for (int r = 0; r < R; r++) {   // step 6
+        for (int o : {1, 8, 16}) {  // as in step 2
             l[r] += __shfl_xor_sync(0xffffffff, l[r], o);
         }
         for (float& o : O[r]) { o /= l[r]; }
@@ -318,16 +317,16 @@ __global__ void flash_fp32_delta_kernel(AttentionArgs a, int D, float* delta /* 
 }
 
 // Does step 12 for a tile of Bq queries from q0 on. A thread has Bq / 16 neighbouring ones.
-template <int D, int Bq>
+template <int M, int D, int Bq>
 DEVICE void fp32_add_dq(const AttentionArgs& a, int q0,
-                        const Tile<OWN, Bq, ACROSS>& dS,  // transposed
-                        const Tile<OWN, D>& K) {
-    constexpr int R = Bq / DOWN;
-    int first = thread_y() * R;
-    float dQ[R][D / ACROSS] = {};
+                        const Tile<M, Bq, ACROSS>& dS,  // transposed
+                        const Tile<M, D>& K) {
+    constexpr int Q = Bq / DOWN;
+    int first = thread_y() * Q;
+    Part<Q, D / ACROSS> dQ = {};
 #pragma unroll 8
-    for (int key = 0; key < OWN; key++) {
-        auto ds = load_pack<R>(&dS.row[key][first]);
+    for (int key = 0; key < M; key++) {
+        auto ds = load_pack<Q>(&dS.row[key][first]);
         add_row(dQ, ds.x, K.row[key]);
     }
     fp32_store<true, 1>(dQ, a.scale, a.dq, q0 + first, a.Tq);
@@ -335,13 +334,14 @@ DEVICE void fp32_add_dq(const AttentionArgs& a, int q0,
 
 // Writes dK and dV, and adds to dQ: a block owns keys, and the queries that see them pass. S and dP
 // are transposed, a row being a key. The next Q and dO are copied while step 12 runs.
-template <int D>
+template <int D, int R>
 __global__ void __launch_bounds__(FP32_THREADS, BACKWARD_BLOCKS)
     flash_fp32_backward_kernel(AttentionArgs a, const float* delta /* [B,H,Tq] */) {
+    constexpr int OWN = R * DOWN;
     constexpr int Bq = fp32_queries(D);
     constexpr int N = Bq / ACROSS;
     extern __shared__ float4 shared[];
-    auto& [K, V, Q, dO, P_smem] = *(BackwardTiles<D>*)shared;
+    auto& [K, V, Q, dO, P_smem] = *(BackwardTiles<D, R>*)shared;
     move_to_head(a, head_of_block());
     int k0 = blockIdx.y * OWN;
     delta += (int64_t)head_of_block() * a.Tq;
@@ -352,17 +352,17 @@ __global__ void __launch_bounds__(FP32_THREADS, BACKWARD_BLOCKS)
     fp32_load(dO, a.dO, first, a.Tq);
 
     float c = a.scale * LOG2_E;
-    Part<D / ACROSS> dK = {};
-    Part<D / ACROSS> dV = {};
+    Part<R, D / ACROSS> dK = {};
+    Part<R, D / ACROSS> dV = {};
     for (int q0 = first; q0 < a.Tq; q0 += Bq) {
-        Part<N> S = {};
-        Part<N> dP;
+        Part<R, N> S = {};
+        Part<R, N> dP;
         float L[N];
         for (int n = 0; n < N; n++) {  // beyond Tq: L = inf makes P 0
             int i = q0 + thread_x() + n * ACROSS;
             L[n] = i < a.Tq ? a.L[i] * LOG2_E : INFINITY;
             float D_i = i < a.Tq ? delta[i] : 0;
-            for (int r = 0; r < ROWS; r++) { dP[r][n] = -D_i; }
+            for (int r = 0; r < R; r++) { dP[r][n] = -D_i; }
         }
 
         await_copies();
@@ -370,7 +370,7 @@ __global__ void __launch_bounds__(FP32_THREADS, BACKWARD_BLOCKS)
         fp32_dot(dP, V, dO);  // step 10, and step 11's - D_i
         fp32_dot(S, K, Q);    // step 8
         fp32_mask<true>(S, a, q0, k0);
-        for (int r = 0; r < ROWS; r++) {
+        for (int r = 0; r < R; r++) {
             for (int n = 0; n < N; n++) {
                 S[r][n] = exp2_approx(fmaf(S[r][n], c, -L[n]));  // S becomes P
                 dP[r][n] *= S[r][n];                             // step 11: dP becomes dS
@@ -392,11 +392,25 @@ __global__ void __launch_bounds__(FP32_THREADS, BACKWARD_BLOCKS)
 }
 
 // ---- launchers ----
+// Calls f(D, R, grid): the compiler knows the head size D, and R: a block owns 16 R of so many
+// rows. These are 64 where every multiprocessor still gets two blocks; else 32, which are twice as
+// many blocks and finish sooner, although a number from shared memory is multiplied less often.
+template <class F>
+static void with_tiles(const AttentionTensors& t, int rows, int blocks, F f) {
+    AttentionArgs a = args_of(t);
+    with_head_size(t, [&](auto D) {
+        int large = ceil_div(rows, 4 * DOWN);
+        if (a.B * a.H * large > 2 * multiprocessors()) {
+            f(D, Constant<4>(), attention_grid(a, large, blocks));
+        } else {
+            f(D, Constant<2>(), attention_grid(a, ceil_div(rows, 2 * DOWN), blocks));
+        }
+    });
+}
 static void forward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
-    dim3 grid = attention_grid(a, ceil_div(a.Tq, OWN), FORWARD_BLOCKS);
-    with_head_size(t, [&](auto D) {
-        launch(flash_fp32_forward_kernel<D>, grid, FP32_THREADS, sizeof(ForwardTiles<D>), a);
+    with_tiles(t, a.Tq, FORWARD_BLOCKS, [&](auto D, auto R, dim3 grid) {
+        launch(flash_fp32_forward_kernel<D, R>, grid, FP32_THREADS, sizeof(ForwardTiles<D, R>), a);
     });
 }
 static void backward(const AttentionTensors& t) {
@@ -407,11 +421,10 @@ static void backward(const AttentionTensors& t) {
     LAUNCH(flash_fp32_delta_kernel, ceil_div((int64_t)a.B * a.H * a.Tq, warps), FP32_THREADS, a,
            (int)t.q.dim(3), delta);
 
-    dim3 grid = attention_grid(a, ceil_div(a.Tk, OWN), BACKWARD_BLOCKS);
-    with_head_size(t, [&](auto D) {
-        constexpr size_t bytes = sizeof(BackwardTiles<D>);
+    with_tiles(t, a.Tk, BACKWARD_BLOCKS, [&](auto D, auto R, dim3 grid) {
+        constexpr size_t bytes = sizeof(BackwardTiles<D, R>);
         static_assert(bytes <= 99 * 1024, "8.6, 8.9 and 12.0 have no more");
-        launch(flash_fp32_backward_kernel<D>, grid, FP32_THREADS, bytes, a, delta);
+        launch(flash_fp32_backward_kernel<D, R>, grid, FP32_THREADS, bytes, a, delta);
     });
 }
 static bool takes(DType t, int64_t D) {
