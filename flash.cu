@@ -470,9 +470,9 @@ HD constexpr size_t v2_bytes(int matrices, int D, int R) {
     return (matrices * v2_own(R) + 4 * v2_keys(D)) * v2_stride(D) * sizeof(bf16) +
            2 * v2_keys(D) * sizeof(V2Query);
 }
-// Returns whether this code may be launched: where it was compiled for a T4 (sm_75), that has no
-// bf16 and 64 KB for a block. Other kernels return at once; flash_v2_takes and v2_with do not ask
-// for them. So nothing is compiled that no card can run.
+// Returns whether a card that this code is compiled for can run it: a T4 (sm_75) has no bf16, and
+// 64 KB for a block. A kernel that it cannot run is compiled to nothing; flash_v2_takes and v2_with
+// do not launch it.
 template <class T>
 __device__ constexpr bool v2_runs(size_t bytes) {
 #if __CUDA_ARCH__ < 800
@@ -566,7 +566,7 @@ __device__ void v2_dot(float (&sums_rmem)[R][N][2],  // [8 R,8 N]
     int lane = threadIdx.x % WARP;
     // A load of A: its left two blocks, then its right two, as mma wants them. A load of B: B's
     // rows are columns of mma's B, so the two blocks of rows 0 to 7 are one mma's, the two of rows
-    // 8 to 15 the next one's.
+    // 8 to 15 the next one's. Addresses count bytes, 2 of a number.
     uint32_t a_smem = smem_address(A_smem + lane % 16 * ROW + lane / 16 * 8);
     uint32_t b_smem = smem_address(B_smem + (lane % 8 + lane / 16 * 8) * ROW + lane / 8 % 2 * 8);
 #pragma unroll
@@ -677,7 +677,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_forward_kernel(Attenti
     constexpr int Bq = v2_own(R), Bk = v2_keys(D), ROW = v2_stride(D);
     extern __shared__ uint4 shared[];
     T* Q_smem = (T*)shared;             // [Bq,ROW]
-    T* K_smem = Q_smem + Bq * ROW;      // [2,Bk,ROW]: of even j, of odd j
+    T* K_smem = Q_smem + Bq * ROW;      // [2,Bk,ROW]: tiles of even and of odd j
     T* V_smem = K_smem + 2 * Bk * ROW;  // [2,Bk,ROW]
     int head = blockIdx.x, b = head / a.H, h = head % a.H;
     int q0 = (gridDim.y - 1 - blockIdx.y) * Bq;  // those that see most keys start first
@@ -757,7 +757,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2)
     extern __shared__ uint4 shared[];
     T* Q_smem = (T*)shared;             // [Bq,ROW]
     T* dO_smem = Q_smem + Bq * ROW;     // [Bq,ROW]
-    T* K_smem = dO_smem + Bq * ROW;     // [2,Bk,ROW]: of even j, of odd j
+    T* K_smem = dO_smem + Bq * ROW;     // [2,Bk,ROW]: tiles of even and of odd j
     T* V_smem = K_smem + 2 * Bk * ROW;  // [2,Bk,ROW]
     int head = blockIdx.x, b = head / a.H, h = head % a.H;
     int q0 = (gridDim.y - 1 - blockIdx.y) * Bq;  // those that see most keys start first
@@ -807,10 +807,10 @@ __global__ void __launch_bounds__(V2_THREADS, 2)
     if (!v2_runs<T>(v2_bytes(2, D, R))) { return; }
     constexpr int Bk = v2_own(R), Bq = v2_queries(D), ROW = v2_stride(D);
     extern __shared__ uint4 shared[];
-    T* K_smem = (T*)shared;                                    // [Bk,ROW]
-    T* V_smem = K_smem + Bk * ROW;                             // [Bk,ROW]
-    T* Q_smem = V_smem + Bk * ROW;                             // [2,Bq,ROW]: of even i, of odd i
-    T* dO_smem = Q_smem + 2 * Bq * ROW;                        // [2,Bq,ROW]
+    T* K_smem = (T*)shared;              // [Bk,ROW]
+    T* V_smem = K_smem + Bk * ROW;       // [Bk,ROW]
+    T* Q_smem = V_smem + Bk * ROW;       // [2,Bq,ROW]: tiles of even and of odd i
+    T* dO_smem = Q_smem + 2 * Bq * ROW;  // [2,Bq,ROW]
     V2Query* query_smem = (V2Query*)(dO_smem + 2 * Bq * ROW);  // [2,Bq]
     int head = blockIdx.x, b = head / a.H, h = head % a.H;
     int k0 = blockIdx.y * Bk;
