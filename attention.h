@@ -128,47 +128,8 @@ void with_head_size(const AttentionTensors& t, F f) {
     }
 }
 
-// exp(x) = exp2(x log2 e), and exp2 is what the GPU has
-constexpr float LOG2_E = 1.4426950408889634f;
 // With tensor cores step 2 is lazy: by so many powers of two a score may exceed what is subtracted
 // from its row, before that follows the maximum. P <= 256 then, far from the limits of fp32 sums,
 // and of fp16.
 constexpr float SLACK = 8;
-__device__ inline float exp2_approx(float x) {  // 2 ulp; below 2^-126 it is 0; exp2(-inf) = 0
-    float r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
-}
-// Returns two numbers rounded to bf16 or fp16, the first in the low half.
-template <class T = bf16>
-__device__ uint32_t pack(float low, float high) {
-    if constexpr (std::is_same<T, bf16>::value) {
-        __nv_bfloat162 two = __floats2bfloat162_rn(low, high);
-        return *(uint32_t*)&two;
-    } else {
-        __half2 two = __floats2half2_rn(low, high);
-        return *(uint32_t*)&two;
-    }
-}
-// Returns the address of something in shared memory, as instructions take it.
-__device__ inline uint32_t smem_address(const void* smem) {
-    return (uint32_t)__cvta_generic_to_shared(smem);
-}
-// Starts to copy 16 bytes from global to shared memory, without passing through registers; zeros if
-// !valid. They are there for this thread after await_copies(), for others after a barrier. Both
-// addresses are multiples of 16. (A T4 copies at once.)
-__device__ inline void copy_16(void* smem, const void* global, bool valid) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address(smem)),
-                 "l"(global), "r"(valid ? 16 : 0)
-                 : "memory");
-#else
-    *(uint4*)smem = valid ? *(const uint4*)global : make_uint4(0, 0, 0, 0);
-#endif
-}
-__device__ inline void await_copies() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
-}
 #endif

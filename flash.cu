@@ -500,43 +500,6 @@ __device__ void v2_each(float (&x)[R][N][2], F f) {
     }
 }
 
-// Loads four blocks from shared memory. Lane l points to row l % 8 of block l / 8.
-__device__ inline void ldmatrix(uint32_t (&block)[4], uint32_t row_smem) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(block[0]), "=r"(block[1]), "=r"(block[2]), "=r"(block[3])
-                 : "r"(row_smem)
-                 : "memory");
-}
-// Loads the same, each block transposed.
-__device__ inline void ldmatrix_transposed(uint32_t (&block)[4], uint32_t row_smem) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(block[0]), "=r"(block[1]), "=r"(block[2]), "=r"(block[3])
-                 : "r"(row_smem)
-                 : "memory");
-}
-// Adds A B to the sums, two blocks above each other. A is four blocks: the left two, then the right
-// two. B is 16x8, two blocks: rows 0 to 7 and rows 8 to 15, in which a lane holds two neighbours of
-// a column, so each as ldmatrix loads a block of B^T.
-#define MMA(SHAPE_AND_TYPES, A, B)                                                   \
-    asm volatile("mma.sync.aligned." SHAPE_AND_TYPES ".f32 {%0,%1,%2,%3}, " A ", " B \
-                 ", {%0,%1,%2,%3};"                                                  \
-                 : "+f"(upper[0]), "+f"(upper[1]), "+f"(lower[0]), "+f"(lower[1])    \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_upper), "r"(b_lower))
-template <class T>
-__device__ void mma(float (&upper)[2], float (&lower)[2], const uint32_t (&a)[4], uint32_t b_upper,
-                    uint32_t b_lower) {
-#if __CUDA_ARCH__ >= 800
-    if constexpr (std::is_same<T, bf16>::value) {
-        MMA("m16n8k16.row.col.f32.bf16.bf16", "{%4,%5,%6,%7}", "{%8,%9}");
-    } else {
-        MMA("m16n8k16.row.col.f32.f16.f16", "{%4,%5,%6,%7}", "{%8,%9}");
-    }
-#else  // a T4 knows fp16 only, and takes half of A and B at once
-    MMA("m16n8k8.row.col.f32.f16.f16", "{%4,%5}", "{%8}");
-    MMA("m16n8k8.row.col.f32.f16.f16", "{%6,%7}", "{%9}");
-#endif
-}
-
 // Starts to copy rows [first, first + ROWS) of head h to shared memory; those from `rows` on become
 // 0. A thread copies 16 bytes of each of its rows, in the same columns. At D = 80 10 of 16 threads
 // have columns.

@@ -103,6 +103,84 @@ __device__ inline float over_block(float x, float of_nothing) {
 }
 __device__ inline float block_sum(float x) { return over_block<warp_sum>(x, 0); }
 __device__ inline float block_max(float x) { return over_block<warp_max>(x, -INFINITY); }
+
+// ---- instructions that C++ has no word for ----
+
+// exp(x) = exp2(x log2 e), and exp2 is what the GPU has
+constexpr float LOG2_E = 1.4426950408889634f;
+__device__ inline float exp2_approx(float x) {  // 2 ulp; below 2^-126 it is 0; exp2(-inf) = 0
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+// Returns two numbers rounded to bf16 or fp16, the first in the low half.
+template <class T = bf16>
+__device__ uint32_t pack(float low, float high) {
+    if constexpr (std::is_same<T, bf16>::value) {
+        __nv_bfloat162 two = __floats2bfloat162_rn(low, high);
+        return *(uint32_t*)&two;
+    } else {
+        __half2 two = __floats2half2_rn(low, high);
+        return *(uint32_t*)&two;
+    }
+}
+// Returns the address of something in shared memory, as instructions take it.
+__device__ inline uint32_t smem_address(const void* smem) {
+    return (uint32_t)__cvta_generic_to_shared(smem);
+}
+// Starts to copy 16 bytes from global to shared memory, without passing through registers; zeros if
+// !valid. They are there for this thread after await_copies(), for others after a barrier. Both
+// addresses are multiples of 16. (A T4 copies at once.)
+__device__ inline void copy_16(void* smem, const void* global, bool valid) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address(smem)),
+                 "l"(global), "r"(valid ? 16 : 0)
+                 : "memory");
+#else
+    *(uint4*)smem = valid ? *(const uint4*)global : make_uint4(0, 0, 0, 0);
+#endif
+}
+__device__ inline void await_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+// Loads four blocks from shared memory. Lane l points to row l % 8 of block l / 8.
+__device__ inline void ldmatrix(uint32_t (&block)[4], uint32_t row_smem) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(block[0]), "=r"(block[1]), "=r"(block[2]), "=r"(block[3])
+                 : "r"(row_smem)
+                 : "memory");
+}
+// Loads the same, each block transposed.
+__device__ inline void ldmatrix_transposed(uint32_t (&block)[4], uint32_t row_smem) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(block[0]), "=r"(block[1]), "=r"(block[2]), "=r"(block[3])
+                 : "r"(row_smem)
+                 : "memory");
+}
+// Adds A B to the sums, two blocks above each other. A is four blocks: the left two, then the right
+// two. B is 16x8, two blocks: rows 0 to 7 and rows 8 to 15, in which a lane holds two neighbours of
+// a column, so each as ldmatrix loads a block of B^T.
+#define MMA(SHAPE_AND_TYPES, A, B)                                                   \
+    asm volatile("mma.sync.aligned." SHAPE_AND_TYPES ".f32 {%0,%1,%2,%3}, " A ", " B \
+                 ", {%0,%1,%2,%3};"                                                  \
+                 : "+f"(upper[0]), "+f"(upper[1]), "+f"(lower[0]), "+f"(lower[1])    \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_upper), "r"(b_lower))
+template <class T>
+__device__ void mma(float (&upper)[2], float (&lower)[2], const uint32_t (&a)[4], uint32_t b_upper,
+                    uint32_t b_lower) {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (std::is_same<T, bf16>::value) {
+        MMA("m16n8k16.row.col.f32.bf16.bf16", "{%4,%5,%6,%7}", "{%8,%9}");
+    } else {
+        MMA("m16n8k16.row.col.f32.f16.f16", "{%4,%5,%6,%7}", "{%8,%9}");
+    }
+#else  // a T4 knows fp16 only, and takes half of A and B at once
+    MMA("m16n8k8.row.col.f32.f16.f16", "{%4,%5}", "{%8}");
+    MMA("m16n8k8.row.col.f32.f16.f16", "{%6,%7}", "{%9}");
+#endif
+}
 #else
 // Without nvcc there is no CUDA tensor, so nothing ever comes to a launch.
 #define LAUNCH(...) fail("this build is for the CPU only")
