@@ -1,5 +1,5 @@
 // lib/gpu.h: what several files' kernels share: packs of neighbours, the launch of a kernel, sums
-// and maxima over a warp or a block.
+// and maxima over a warp or a block, and functions for single instructions.
 #pragma once
 #include "lib.h"
 
@@ -104,7 +104,8 @@ __device__ inline float over_block(float x, float of_nothing) {
 __device__ inline float block_sum(float x) { return over_block<warp_sum>(x, 0); }
 __device__ inline float block_max(float x) { return over_block<warp_max>(x, -INFINITY); }
 
-// ---- instructions that C++ has no word for ----
+// -------------------------------------------------------------------------------------------------
+// Instructions that C++ has no word for. PTX is the language of the lines in quotes.
 
 // exp(x) = exp2(x log2 e), and exp2 is what the GPU has
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -145,6 +146,9 @@ __device__ inline void await_copies() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
+// ldmatrix and mma cut matrices of 16-bit numbers into blocks of 8x8. Lane l has two neighbours of a
+// block, columns l % 4 * 2 and the next of row l / 4, in one register.
+
 // Loads four blocks from shared memory. Lane l points to row l % 8 of block l / 8.
 __device__ inline void ldmatrix(uint32_t (&block)[4], uint32_t row_smem) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
