@@ -128,6 +128,21 @@ void with_head_size(const AttentionTensors& t, F f) {
     }
 }
 
+// What backward's kernels read of a query: L log2(e), so that P = exp2(S log2(e) - L), and step 7's
+// D_i. A head has `rows` of them, a multiple of QUERY_ROWS, so that no tile reads beyond them.
+// Those beyond Tq have L = inf, which makes their P 0.
+struct BackwardQuery {
+    float L, D_i;
+};
+constexpr int QUERY_ROWS = 128;
+struct BackwardQueries {
+    Tensor memory;
+    BackwardQuery* data;  // [B*H,rows]
+    int rows;
+};
+// Does step 7 (flash.cu) for tensors that have o, L and dO.
+BackwardQueries step_7(const AttentionTensors& t);
+
 // With tensor cores step 2 is lazy: by so many powers of two a score may exceed what is subtracted
 // from its row, before that follows the maximum. P <= 256 then, far from the limits of fp32 sums,
 // and of fp16.

@@ -30,7 +30,7 @@
 //
 // Backward (the handout's algorithm 2). Tiles of S are computed again. Now L is known, so no
 // maximum is needed:
-//   7.  D_i = rowsum(dO_i O_i)          [Tq], all of them are `delta`; once, before all else;
+//   7.  D_i = rowsum(dO_i O_i)          [Tq]; once, before all else;
 //                                       equals sum_j P_ij dP_ij
 //   8.  S = Q_i K_j^T / sqrt(D), P = exp(S - L_i)
 //   9.  dV_j += P^T dO_i
@@ -213,6 +213,44 @@ static void flash_backward_cpu(const AttentionTensors& t) {
 }
 
 // -------------------------------------------------------------------------------------------------
+// Step 7 on a GPU, once for every backward here and in fast/
+
+#ifdef __CUDACC__
+constexpr int STEP_7_THREADS = 128;
+// Writes what backward's kernels read of the queries: a warp takes one, lane by lane of its D.
+template <class T>
+__global__ void flash_step_7_kernel(AttentionArgs a, int D,
+                                    BackwardQuery* queries,  // [B*H,rows]
+                                    int rows) {
+    int64_t n = (blockIdx.x * (int64_t)STEP_7_THREADS + threadIdx.x) / WARP;
+    int head = (int)(n / rows), b = head / a.H, h = head % a.H;
+    int i = (int)(n % rows), lane = threadIdx.x % WARP;
+    BackwardQuery query = {INFINITY, 0};  // beyond Tq
+    if (i < a.Tq) {
+        const T* o = head_of<const T>(a.o, b, h) + i * a.o.row;
+        const T* dO = head_of<const T>(a.dO, b, h) + i * a.dO.row;
+        float sum = 0;
+        for (int d = lane; d < D; d += WARP) { sum += o[d] * dO[d]; }
+        query = {a.L[(int64_t)head * a.Tq + i] * LOG2_E, warp_sum(sum)};
+    }
+    if (lane == 0) { queries[n] = query; }
+}
+BackwardQueries step_7(const AttentionTensors& t) {
+    AttentionArgs a = args_of(t);
+    BackwardQueries all;
+    all.rows = ceil_div(a.Tq, QUERY_ROWS) * QUERY_ROWS;
+    all.memory = empty({a.B, a.H, all.rows, 2}, F32, WORKSPACE);
+    all.data = (BackwardQuery*)all.memory.data;
+    const int64_t threads = (int64_t)a.B * a.H * all.rows * WARP;
+    with_gpu_type(t.q.dtype, [&](auto zero) {
+        LAUNCH(flash_step_7_kernel<decltype(zero)>, ceil_div(threads, STEP_7_THREADS),
+               STEP_7_THREADS, a, head_size(t), all.data, all.rows);
+    });
+    return all;
+}
+#endif
+
+// -------------------------------------------------------------------------------------------------
 // 1.3.2 flash_forward (b) and flash_backward, flash_v1: the same on a GPU, as simply as it goes. A
 // block owns a tile of 32 rows (of Q; for dK and dV of K and V) and has a warp for each. The warp's
 // lanes hold that row's columns in registers: columns lane, lane + 32, ... Tiles of 32 rows of the
@@ -313,23 +351,21 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1)
     if (threadIdx.x == 0 && i < a.Tq) { a.L[(int64_t)head * a.Tq + i] = m + logf(l); }
 }
 
-// Writes dQ, and delta of step 7: a block owns queries, and the keys that they see pass.
+// Writes dQ: a block owns queries, and the keys that they see pass.
 template <class T>
 __global__ void __launch_bounds__(V1_TILE* WARP, 1)
-    flash_v1_dq_kernel(AttentionArgs a, int D, float* delta /* [B,H,Tq] */) {
+    flash_v1_dq_kernel(AttentionArgs a, int D,
+                       const BackwardQuery* queries,  // [B*H,rows]
+                       int rows) {
     __shared__ V1Tile K, V;
     int head = blockIdx.x, b = head / a.H, h = head % a.H;
     int q0 = blockIdx.y * V1_TILE;
     int i = q0 + threadIdx.y;
-    V1Row q, o, dO, dQ = {};
+    V1Row q, dO, dQ = {};
     v1_load<T>(q, a.q, b, h, i, a.Tq, D);
     v1_load<T>(dO, a.dO, b, h, i, a.Tq, D);
-    v1_load<T>(o, a.o, b, h, i, a.Tq, D);
-    float L = i < a.Tq ? a.L[(int64_t)head * a.Tq + i] : 0;
-    float D_i = 0;
-    for (int c = 0; c < V1_COLUMNS; c++) { D_i += o[c] * dO[c]; }
-    D_i = warp_sum(D_i);  // step 7
-    if (threadIdx.x == 0 && i < a.Tq) { delta[(int64_t)head * a.Tq + i] = D_i; }
+    BackwardQuery query = queries[(int64_t)head * rows + i];
+    float c = a.scale * LOG2_E;
 
     int keys = keys_seen(a.causal, q0 + V1_TILE - 1, a.Tk);
     for (int k0 = 0; k0 < keys; k0 += V1_TILE) {
@@ -339,10 +375,11 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1)
         __syncthreads();  // the tiles are there
 
         bool seen = k0 + threadIdx.x < keys_seen(a.causal, i, a.Tk);
-        float dot = v1_dot(q, K, D);                                 // step 8
-        float dP = v1_dot(dO, V, D);                                 // step 10
-        float dS = seen ? expf(a.scale * dot - L) * (dP - D_i) : 0;  // steps 8 and 11
-        v1_add_rows(dQ, dS, K, D);                                   // step 12, but for the scale
+        float dot = v1_dot(q, K, D);
+        float p = seen ? exp2f(c * dot - query.L) : 0;  // step 8
+        float dP = v1_dot(dO, V, D);                    // step 10
+        float dS = seen ? p * (dP - query.D_i) : 0;     // step 11
+        v1_add_rows(dQ, dS, K, D);                      // step 12, but for the scale
     }
     v1_store<T>(dQ, a.scale, a.dq, b, h, i, a.Tq, D);
 }
@@ -352,7 +389,9 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1)
 // same bits.
 template <class T>
 __global__ void __launch_bounds__(V1_TILE* WARP, 1)
-    flash_v1_dkv_kernel(AttentionArgs a, int D, const float* delta /* [B,H,Tq] */) {
+    flash_v1_dkv_kernel(AttentionArgs a, int D,
+                        const BackwardQuery* queries,  // [B*H,rows]
+                        int rows) {
     __shared__ V1Tile Q, dO;
     int head = blockIdx.x, b = head / a.H, h = head % a.H;
     int k0 = blockIdx.y * V1_TILE;
@@ -360,6 +399,7 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1)
     V1Row k, v, dK = {}, dV = {};
     v1_load<T>(k, a.k, b, h, j, a.Tk, D);
     v1_load<T>(v, a.v, b, h, j, a.Tk, D);
+    float c = a.scale * LOG2_E;
 
     for (int q0 = a.causal ? k0 : 0; q0 < a.Tq; q0 += V1_TILE) {
         __syncthreads();  // all warps have read the tiles of the turn before
@@ -369,14 +409,13 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1)
 
         int i = q0 + threadIdx.x;
         bool seen = i < a.Tq && j < keys_seen(a.causal, i, a.Tk);
-        float L = seen ? a.L[(int64_t)head * a.Tq + i] : 0;
-        float D_i = seen ? delta[(int64_t)head * a.Tq + i] : 0;
+        BackwardQuery query = queries[(int64_t)head * rows + i];
         float dot = v1_dot(k, Q, D);
-        float p = seen ? expf(a.scale * dot - L) : 0;  // step 8
-        v1_add_rows(dV, p, dO, D);                     // step 9
-        float dP = v1_dot(v, dO, D);                   // step 10
-        float dS = seen ? p * (dP - D_i) : 0;          // step 11
-        v1_add_rows(dK, dS, Q, D);                     // step 13, but for the scale
+        float p = seen ? exp2f(c * dot - query.L) : 0;  // step 8
+        v1_add_rows(dV, p, dO, D);                      // step 9
+        float dP = v1_dot(v, dO, D);                    // step 10
+        float dS = seen ? p * (dP - query.D_i) : 0;     // step 11
+        v1_add_rows(dK, dS, Q, D);                      // step 13, but for the scale
     }
     v1_store<T>(dK, a.scale, a.dk, b, h, j, a.Tk, D);
     v1_store<T>(dV, 1, a.dv, b, h, j, a.Tk, D);
@@ -392,17 +431,15 @@ static void flash_v1_forward(const AttentionTensors& t) {
         LAUNCH(flash_v1_forward_kernel<T>, v1_grid(a, a.Tq), dim3(WARP, V1_TILE), a, head_size(t));
     });
 }
-// Writes dQ, then dK and dV, which need what the first kernel finds in step 7.
 static void flash_v1_backward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
     int D = head_size(t);
-    Tensor workspace = empty({a.B, a.H, a.Tq}, F32, WORKSPACE);
-    float* delta = workspace.as<float>();
+    BackwardQueries queries = step_7(t);
     dim3 threads(WARP, V1_TILE);
     with_gpu_type(t.q.dtype, [&](auto zero) {
         using T = decltype(zero);
-        LAUNCH(flash_v1_dq_kernel<T>, v1_grid(a, a.Tq), threads, a, D, delta);
-        LAUNCH(flash_v1_dkv_kernel<T>, v1_grid(a, a.Tk), threads, a, D, delta);
+        LAUNCH(flash_v1_dq_kernel<T>, v1_grid(a, a.Tq), threads, a, D, queries.data, queries.rows);
+        LAUNCH(flash_v1_dkv_kernel<T>, v1_grid(a, a.Tk), threads, a, D, queries.data, queries.rows);
     });
 }
 #else
@@ -454,21 +491,14 @@ HD constexpr int v2_queries(int D) {
 }
 HD constexpr int v2_stride(int D) { return D + 8; }
 
-// What the kernels of the backward read of a query: L log2(e), and D_i. A head has rows for a
-// multiple of V2_QUERIES queries, so that no tile reads beyond them. Those beyond Tq have L = inf,
-// which makes their P 0.
-struct V2Query {
-    float L, D_i;
-};
-constexpr int V2_QUERIES = 128;
-static_assert(V2_QUERIES % v2_own(4) == 0 && V2_QUERIES % V2_WARPS == 0);
+static_assert(QUERY_ROWS % v2_own(4) == 0);
 
 // Returns what a block needs at most that owns so many matrices: these, two places for tiles of
 // each of two matrices that pass (there are never fewer v2_keys than v2_queries), two for their
-// V2Query.
+// BackwardQuery.
 HD constexpr size_t v2_bytes(int matrices, int D, int R) {
     return (matrices * v2_own(R) + 4 * v2_keys(D)) * v2_stride(D) * sizeof(bf16) +
-           2 * v2_keys(D) * sizeof(V2Query);
+           2 * v2_keys(D) * sizeof(BackwardQuery);
 }
 // Returns whether a card that this code is compiled for can run it: a T4 (sm_75) has no bf16, and
 // 64 KB for a block. A kernel that it cannot run is compiled to nothing; flash_v2_takes and v2_with
@@ -690,30 +720,11 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_forward_kernel(Attenti
     v2_store<T>(O_rmem, a.o, b, h, q0 + own, a.Tq);
 }
 
-// Does step 7, and fills what lies beyond Tq: a warp takes a query.
-template <class T>
-__global__ void flash_v2_delta_kernel(AttentionArgs a, int D,
-                                      V2Query* queries,  // [B*H,rows]
-                                      int rows) {
-    int64_t n = (blockIdx.x * (int64_t)V2_THREADS + threadIdx.x) / WARP;
-    int head = (int)(n / rows), b = head / a.H, h = head % a.H;
-    int i = (int)(n % rows), lane = threadIdx.x % WARP;
-    V2Query query = {INFINITY, 0};
-    if (i < a.Tq) {
-        const T* o = head_of<const T>(a.o, b, h) + i * a.o.row;
-        const T* dO = head_of<const T>(a.dO, b, h) + i * a.dO.row;
-        float sum = 0;
-        for (int d = lane; d < D; d += WARP) { sum += o[d] * dO[d]; }
-        query = {a.L[(int64_t)head * a.Tq + i] * LOG2_E, warp_sum(sum)};
-    }
-    if (lane == 0) { queries[n] = query; }
-}
-
 // Writes dQ: a block owns queries, and the keys that they see pass.
 template <class T, int D, int R>
 __global__ void __launch_bounds__(V2_THREADS, 2)
     flash_v2_dq_kernel(AttentionArgs a,
-                       const V2Query* queries,  // [B*H,rows]
+                       const BackwardQuery* queries,  // [B*H,rows]
                        int rows) {
     if (!v2_runs<T>(v2_bytes(2, D, R))) { return; }
     constexpr int Bq = v2_own(R), Bk = v2_keys(D), ROW = v2_stride(D);
@@ -732,7 +743,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2)
     v2_load<D, Bq>(Q_smem, a.q, b, h, q0, a.Tq);
     v2_load<D, Bq>(dO_smem, a.dO, b, h, q0, a.Tq);
     load(0);
-    V2Query query[R];
+    BackwardQuery query[R];
     for (int r = 0; r < R; r++) { query[r] = queries[(int64_t)head * rows + q0 + own + v2_row(r)]; }
 
     float c = a.scale * LOG2_E;
@@ -765,7 +776,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2)
 template <class T, int D, int R>
 __global__ void __launch_bounds__(V2_THREADS, 2)
     flash_v2_dkv_kernel(AttentionArgs a,
-                        const V2Query* queries,  // [B*H,rows]
+                        const BackwardQuery* queries,  // [B*H,rows]
                         int rows) {
     if (!v2_runs<T>(v2_bytes(2, D, R))) { return; }
     constexpr int Bk = v2_own(R), Bq = v2_queries(D), ROW = v2_stride(D);
@@ -774,7 +785,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2)
     T* V_smem = K_smem + Bk * ROW;       // [Bk,ROW]
     T* Q_smem = V_smem + Bk * ROW;       // [2,Bq,ROW]: tiles of even and of odd i
     T* dO_smem = Q_smem + 2 * Bq * ROW;  // [2,Bq,ROW]
-    V2Query* query_smem = (V2Query*)(dO_smem + 2 * Bq * ROW);  // [2,Bq]
+    BackwardQuery* query_smem = (BackwardQuery*)(dO_smem + 2 * Bq * ROW);  // [2,Bq]
     int head = blockIdx.x, b = head / a.H, h = head % a.H;
     int k0 = blockIdx.y * Bk;
     int own = threadIdx.x / WARP * 8 * R;  // the warp's first row of the tile
@@ -799,7 +810,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2)
         __syncthreads();  // tile i is there, and all warps have read tile i - 1
 
         const T *Q_i = Q_smem + i % 2 * Bq * ROW, *dO_i = dO_smem + i % 2 * Bq * ROW;
-        const V2Query* query = query_smem + i % 2 * Bq;
+        const BackwardQuery* query = query_smem + i % 2 * Bq;
         float S_rmem[R][Bq / 8][2] = {}, dP_rmem[R][Bq / 8][2];
         v2_dot<D>(S_rmem, K_smem + own * ROW, Q_i);  // step 8's S, but for the scale
         v2_mask<true>(S_rmem, a, i * Bq, k0 + own);
@@ -833,7 +844,7 @@ static void v2_launch(void (*kernel)(P...), int rows, size_t bytes, const Attent
 // Returns how much shared memory a block may have, which is less where the code is for a T4.
 static size_t v2_memory() {
     const size_t most = shared_memory_per_block();
-    return compiled_for(flash_v2_delta_kernel<fp16>) < 80 ? std::min<size_t>(most, 64 << 10) : most;
+    return compiled_for(flash_step_7_kernel<fp16>) < 80 ? std::min<size_t>(most, 64 << 10) : most;
 }
 // Calls f(zero, D, R): zero has the tensors' type, and the compiler knows their head size D and the
 // R that a warp owns. It is 4, 32 rows, where a block has the memory and every SM still gets more
@@ -864,22 +875,18 @@ static void flash_v2_forward(const AttentionTensors& t) {
 // Writes dQ, then dK and dV. At D = 128 registers last for the sums of 16 rows only.
 static void flash_v2_backward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
-    int rows = ceil_div(a.Tq, V2_QUERIES) * V2_QUERIES;
-    Tensor workspace = empty({a.B, a.H, rows, 2}, F32, WORKSPACE);
-    V2Query* queries = (V2Query*)workspace.data;
+    BackwardQueries queries = step_7(t);
     v2_with(t, 2, [&](auto zero, auto D, auto most) {
         using T = decltype(zero);
         constexpr int R = D == 128 ? 2 : most, OWN = v2_own(R);
         size_t bytes = v2_bytes(2, D, R);
-        LAUNCH(flash_v2_delta_kernel<T>, ceil_div((int64_t)a.B * a.H * rows, V2_WARPS), V2_THREADS,
-               a, D, queries, rows);
-        v2_launch<OWN>(flash_v2_dq_kernel<T, D, R>, a.Tq, bytes, a, queries, rows);
-        v2_launch<OWN>(flash_v2_dkv_kernel<T, D, R>, a.Tk, bytes, a, queries, rows);
+        v2_launch<OWN>(flash_v2_dq_kernel<T, D, R>, a.Tq, bytes, a, queries.data, queries.rows);
+        v2_launch<OWN>(flash_v2_dkv_kernel<T, D, R>, a.Tk, bytes, a, queries.data, queries.rows);
     });
 }
 // It has to be compiled for a card with such tensor cores, and a block needs the memory.
 static bool flash_v2_takes(DType t, int64_t D) {
-    const int compiled = compiled_for(flash_v2_delta_kernel<bf16>);
+    const int compiled = compiled_for(flash_step_7_kernel<bf16>);
     const bool multiplies = (t == BF16 && compiled >= 80) || (t == F16 && compiled >= 75);
     return multiplies && flash_head_size(D) && v2_bytes(2, (int)D, 2) <= v2_memory();
 }

@@ -295,27 +295,6 @@ __global__ void __launch_bounds__(FP32_THREADS, FORWARD_BLOCKS)
 }
 
 // ---- backward ----
-// Does step 7, a warp per query, and sets dQ = 0, to which the main kernel's atomics add.
-__global__ void flash_fp32_delta_kernel(AttentionArgs a, int D, float* delta /* [B,H,Tq] */) {
-    int64_t n = (blockIdx.x * (int64_t)FP32_THREADS + threadIdx.x) / WARP;
-    int head = (int)(n / a.Tq);
-    int i = (int)(n % a.Tq);
-    int lane = threadIdx.x % WARP;
-    if (head >= a.B * a.H) { return; }
-
-    move_to_head(a, head);
-    const float* o = row_at(a.o, i);
-    const float* dO = row_at(a.dO, i);
-    float* dQ = row_at(a.dq, i);
-    float sum = 0;
-    for (int d = lane; d < D; d += WARP) {
-        sum += o[d] * dO[d];
-        dQ[d] = 0;
-    }
-    sum = warp_sum(sum);
-    if (lane == 0) { delta[n] = sum; }
-}
-
 // Does step 12 for a tile of Bq queries from q0 on. A thread has Bq / 16 neighbouring ones.
 template <int M, int D, int Bq>
 DEVICE void fp32_add_dq(const AttentionArgs& a, int q0,
@@ -336,7 +315,9 @@ DEVICE void fp32_add_dq(const AttentionArgs& a, int q0,
 // are transposed, a row being a key. The next Q and dO are copied while step 12 runs.
 template <int D, int R>
 __global__ void __launch_bounds__(FP32_THREADS, BACKWARD_BLOCKS)
-    flash_fp32_backward_kernel(AttentionArgs a, const float* delta /* [B,H,Tq] */) {
+    flash_fp32_backward_kernel(AttentionArgs a,
+                               const BackwardQuery* queries,  // [B*H,rows]
+                               int rows) {
     constexpr int OWN = R * DOWN;
     constexpr int Bq = fp32_queries(D);
     constexpr int N = Bq / ACROSS;
@@ -344,7 +325,7 @@ __global__ void __launch_bounds__(FP32_THREADS, BACKWARD_BLOCKS)
     auto& [K, V, Q, dO, P_smem] = *(BackwardTiles<D, R>*)shared;
     move_to_head(a, head_of_block());
     int k0 = blockIdx.y * OWN;
-    delta += (int64_t)head_of_block() * a.Tq;
+    queries += (int64_t)head_of_block() * rows;
     fp32_load(K, a.k, k0, a.Tk);
     fp32_load(V, a.v, k0, a.Tk);
     int first = a.causal ? k0 / Bq * Bq : 0;
@@ -358,11 +339,10 @@ __global__ void __launch_bounds__(FP32_THREADS, BACKWARD_BLOCKS)
         Part<R, N> S = {};
         Part<R, N> dP;
         float L[N];
-        for (int n = 0; n < N; n++) {  // beyond Tq: L = inf makes P 0
-            int i = q0 + thread_x() + n * ACROSS;
-            L[n] = i < a.Tq ? a.L[i] * LOG2_E : INFINITY;
-            float D_i = i < a.Tq ? delta[i] : 0;
-            for (int r = 0; r < R; r++) { dP[r][n] = -D_i; }
+        for (int n = 0; n < N; n++) {
+            BackwardQuery query = queries[q0 + thread_x() + n * ACROSS];
+            L[n] = query.L;
+            for (int r = 0; r < R; r++) { dP[r][n] = -query.D_i; }
         }
 
         await_copies();
@@ -415,20 +395,18 @@ static void forward(const AttentionTensors& t) {
 }
 static void backward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
-    Tensor workspace = empty({a.B, a.H, a.Tq}, F32, WORKSPACE);
-    float* delta = workspace.as<float>();
-    int warps = FP32_THREADS / WARP;
-    LAUNCH(flash_fp32_delta_kernel, ceil_div((int64_t)a.B * a.H * a.Tq, warps), FP32_THREADS, a,
-           (int)t.q.dim(3), delta);
+    BackwardQueries queries = step_7(t);
+    copy_or_add(t.dq, zeros({1}, F32, WORKSPACE), false);  // to which the kernel's atomics add
 
     with_tiles(t, a.Tk, BACKWARD_BLOCKS, [&](auto D, auto R, dim3 grid) {
         constexpr size_t bytes = sizeof(BackwardTiles<D, R>);
         static_assert(bytes <= 99 * 1024, "8.6, 8.9 and 12.0 have no more");
-        launch(flash_fp32_backward_kernel<D, R>, grid, FP32_THREADS, bytes, a, delta);
+        launch(flash_fp32_backward_kernel<D, R>, grid, FP32_THREADS, bytes, a, queries.data,
+               queries.rows);
     });
 }
 static bool takes(DType t, int64_t D) {
-    return t == F32 && flash_head_size(D) && compiled_for(flash_fp32_delta_kernel) >= 80;
+    return t == F32 && flash_head_size(D) && compiled_for(flash_fp32_forward_kernel<64, 4>) >= 80;
 }
 static const AddRow<AttentionImpl> row({"flash_fp32", CUDA, 50, takes, nullptr, forward, backward});
 #endif
