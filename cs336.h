@@ -7,11 +7,12 @@
 //   flash.cu      1.3.2: FlashAttention by tiles
 //   flash_commands.cu    1.3.2, 1.3.3: its checks and its speed
 //   profile.cu    1.1.4 and 1.1.6: which kernels take a step's time, and where its memory goes
-//   ddp.cu        2 and 3: all-reduce, data parallel training in four ways, the sharded optimizer
-//   fsdp.cu       the 2026 handout's 7 to 9: FSDP, the calculations, the 8.1B step
+//   communication.cu     2.1, 2.4; 2026's 8: all-reduce; how many devices communication allows
+//   ddp.cu        2.2, 2.3, 3: data parallel training in four ways, the sharded optimizer
+//   fsdp.cu       the 2026 handout's 7 and 9: FSDP, the 8.1B step
 //   train.cu      `train` on a text, `model` on your weights;  main.cu  the command line
-// Fewer files share attention.h (attention.cu, the two flash files, fast/), ddp.h (ddp.cu, fsdp.cu)
-// and fast_ways.h (what fast/ does in place of the plain ways).
+// Fewer files share attention.h (attention.cu, the two flash files, fast/), ddp.h
+// (communication.cu, ddp.cu, fsdp.cu) and fast_ways.h (what fast/ does in place of the plain ways).
 //
 // Letters, where a section does not define its own:
 //   B batch, T positions (context length; the handout's S), C model width d_model, H heads,

@@ -1,6 +1,7 @@
-// ddp.h: what ddp.cu and fsdp.cu share: trainers of several ranks, the check of N ranks against one
-// process, and how their steps are timed. Read Trainer and StepParts in cs336.h first. All ranks
-// have to call a function that takes a Communicator.
+// ddp.h: what communication.cu, ddp.cu and fsdp.cu share: what ranks tell each other, trainers of
+// several ranks, the check of N ranks against one process, and how their steps are timed. Read
+// Trainer and StepParts in cs336.h first. All ranks have to call a function that takes a
+// Communicator.
 #pragma once
 #include "cs336.h"
 
@@ -10,6 +11,25 @@ inline int run_ranks(const Options& o, const function<void(const Communicator&)>
     if (!is_rank()) { return launch_ranks(o.nproc, o.command_line, o.timeout); }
     return join_ranks(o.has("nproc") ? o.nproc : 0, o.device, o.backend, o.timeout, f);
 }
+
+// -------------------------------------------------------------------------------------------------
+// communication.cu: what ranks tell each other
+
+constexpr double MB = 1e6;  // bytes
+// Returns the values of all ranks, rank by rank. T is a plain type.
+template <class T>
+vector<T> gather(const Communicator& c, const vector<T>& mine) {
+    const string bytes =
+        join(gather_text(c, {(const char*)mine.data(), mine.size() * sizeof(T)}), "");
+    vector<T> all(bytes.size() / sizeof(T));
+    memcpy((void*)all.data(), bytes.data(), bytes.size());
+    return all;
+}
+bool everywhere(const Communicator& c, bool mine);  // whether it is true on all ranks
+// Returns the mean of what the ranks pass.
+double mean_over_ranks(const Communicator& c, double mine);
+// Returns how many bytes each rank may take: what the rank with the least memory has.
+size_t room_of_each_rank(const Communicator& c);
 
 // -------------------------------------------------------------------------------------------------
 // ddp.cu: data parallel training. Every rank has the same weights and its own part of the batch;
@@ -83,8 +103,6 @@ ModelConfig choose_step(Options& o, const Communicator& c);
 // Returns the caption of a table of steps: the command, the ranks, the model and the setting.
 string caption_of(const Options& o, const ModelConfig& m, const Communicator& c);
 double parameters_of(const ModelConfig& m);  // counts the numbers in its weights
-// Returns how many bytes each rank may take: what the rank with the least memory has.
-size_t room_of_each_rank(const Communicator& c);
 using MakeTrainer = function<Trainer(const Communicator& c)>;
 // Returns how many bytes a rank holds at most in two steps of n batches, found by a run on META.
 size_t steps_peak(int world, const Options& o, const MakeTrainer& make, int n);
@@ -116,14 +134,3 @@ bool can_compare(const Communicator& c, const vector<WayRun>& runs, bool all = t
 Table step_table(const string& caption, const char* what);
 void add_step(Table& table, const WayRun& r);
 inline string mib_cell(double bytes) { return strprintf("%.1f", mib_of(bytes)); }
-// Returns the values of all ranks, rank by rank. T is a plain type.
-template <class T>
-vector<T> gather(const Communicator& c, const vector<T>& mine) {
-    const string bytes =
-        join(gather_text(c, {(const char*)mine.data(), mine.size() * sizeof(T)}), "");
-    vector<T> all(bytes.size() / sizeof(T));
-    memcpy((void*)all.data(), bytes.data(), bytes.size());
-    return all;
-}
-// Returns the mean of what the ranks pass.
-double mean_over_ranks(const Communicator& c, double mine);

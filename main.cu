@@ -24,16 +24,17 @@ RunCommand cmd_pytorch_attention, cmd_weighted_sum;
 // flash_commands.cu
 RunCommand cmd_flash_forward, cmd_flash_backward, cmd_flash_benchmarking;
 RunCommand cmd_flash_leaderboard, cmd_attention;
+// communication.cu
+RunCommand cmd_distributed_communication_single_node, cmd_communication_accounting;
+RunCommand cmd_alternate_ring_all_reduce, cmd_data_parallel_calcs, cmd_fsdp_calcs, cmd_tp_calcs,
+    cmd_fsdp_tp_calcs;
 // ddp.cu
-RunCommand cmd_distributed_communication_single_node, cmd_naive_ddp, cmd_naive_ddp_benchmarking;
-RunCommand cmd_minimal_ddp_flat_benchmarking, cmd_ddp_overlap_individual_parameters;
-RunCommand cmd_ddp_overlap_individual_parameters_benchmarking, cmd_ddp_overlap_bucketed,
-    cmd_ddp_bucketed_benchmarking;
-RunCommand cmd_optimizer_state_sharding, cmd_optimizer_state_sharding_accounting,
-    cmd_communication_accounting;
+RunCommand cmd_naive_ddp, cmd_naive_ddp_benchmarking, cmd_minimal_ddp_flat_benchmarking;
+RunCommand cmd_ddp_overlap_individual_parameters, cmd_ddp_overlap_bucketed;
+RunCommand cmd_ddp_overlap_individual_parameters_benchmarking, cmd_ddp_bucketed_benchmarking;
+RunCommand cmd_optimizer_state_sharding, cmd_optimizer_state_sharding_accounting;
 // fsdp.cu
-RunCommand cmd_fsdp, cmd_fsdp_accounting, cmd_leaderboard, cmd_alternate_ring_all_reduce;
-RunCommand cmd_data_parallel_calcs, cmd_fsdp_calcs, cmd_tp_calcs, cmd_fsdp_tp_calcs;
+RunCommand cmd_fsdp, cmd_fsdp_accounting, cmd_leaderboard;
 // this file
 static RunCommand cmd_list, cmd_info, cmd_reproduce;
 

@@ -173,10 +173,6 @@ static void check_what_ranks_tell(const Communicator& c) {
     CHECK(mean_over_ranks(c, 3.0 + c.rank) == 3.5);
     CHECK(room_of_each_rank(c) < 0.75 * available_memory(CPU));  // two ranks share it
 
-    // The median is that of both ranks' steps, and no rank's own.
-    const vector<double> medians = gather<double>(c, {time_all_reduce(c, 1000, 0, 2)});
-    CHECK(medians[0] == medians[1]);
-
     // One process has the whole batch, so its first loss is the ranks' mean.
     const ModelConfig config = {"lm", 16, 16, 1, 1, 20};
     Options o;
@@ -319,16 +315,6 @@ TEST_CASE("ddp: the same commands on GPUs") {
                       "All ranks hold the same bits.");
     }
 }
-TEST_CASE("ddp: Gloo's all-reduces have all sizes beside NCCL's") {
-    if (lacks("nccl", CUDA, 2)) { return; }
-    Run r = run_cs336({"distributed_communication_single_node", "--warmup", "1", "--steps", "1"});
-    INFO(r.out << r.err);
-    CHECK(r.exit_code == 0);
-    CHECK(has(r.out, "| gloo "));
-    CHECK(has(r.out, " 1000 "));
-    CHECK(!has(r.out, "inf"));
-    CHECK(!has(r.out, "nan"));
-}
 TEST_CASE("ddp: benchmarking commands") {
     if (lacks("gloo", CPU, 2)) { return; }
     Run r =
@@ -376,30 +362,6 @@ TEST_CASE("ddp: steps that do not fit are rows that say so, and the run has fail
         CHECK(has(r.err, "no step ran: each rank needs "));
     }
 }
-TEST_CASE("ddp: all-reduces of groups of ranks come back as numbers") {
-    if (lacks("gloo", CPU, 6)) { return; }
-    Run r = run_cs336({"distributed_communication_single_node", "--device", "cpu", "--steps", "2"});
-    INFO(r.out << r.err);
-    CHECK(r.exit_code == 0);
-    for (const char* row : {"|     2 |                1 |", "|     4 |                1 |",
-                            "|     6 |               10 |"}) {
-        CHECK_MESSAGE(has(r.out, string("| gloo    | cpu    ") + row), row);
-    }
-    CHECK(has(r.out, ": Gloo with 2 ranks takes "));
-    CHECK(has(r.out, "**(ranks)** From 4 to 6 ranks Gloo takes "));
-    Run group =
-        run_cs336({"distributed_communication_single_node", "--device", "cpu", "--nproc", "3"});
-    CHECK(group.exit_code == 0);
-    CHECK(has(group.out, "| gloo    | cpu    |     3 |                1 |"));
-    Run one =
-        run_cs336({"distributed_communication_single_node", "--device", "cpu", "--nproc", "1"});
-    CHECK(one.exit_code == 2);
-    CHECK(has(one.err, "--nproc: got 1, takes 2 or more: one rank sends nothing"));
-    if (cuda_devices() > 0) { return; }
-    Run none = run_cs336({"distributed_communication_single_node", "--device", "cuda"});
-    CHECK(none.exit_code == 1);
-    CHECK(has(none.out, "Not measured: nccl from 2 ranks on (no GPU here)."));
-}
 TEST_CASE("ddp: --trace puts all ranks into one file") {
     if (lacks("gloo", CPU, 2)) { return; }
     Folder folder;
@@ -432,34 +394,6 @@ TEST_CASE("ddp: --trace puts all ranks into one file") {
 
 static Stats of_six(double mean, double std) {
     return {mean, std, mean, mean - std, mean + std, 6};
-}
-
-TEST_CASE("answers ddp: distributed_communication_single_node") {
-    auto answers = [](const vector<AllReduceGroup>& groups) {
-        return printed([&] { answer_distributed_communication_single_node(groups, 4); });
-    };
-    check_says(answers({{false, 2, {0.554, 5, 50, 501.26}},
-                        {false, 4, {0.785, 5, 64, 751.92}},
-                        {false, 6, {1.2, 6, 79, 745.33}},
-                        {true, 2, {0.035, 0.07, 0.37, 3.099}},
-                        {true, 4, {0.04, 0.1, 0.5, 4.274}}}),
-               {"Bandwidth limits both: Gloo with 2 ranks takes 501.3 ms for 1000 MB, 905 times as "
-                "long as for 1 MB (0.554 ms).",
-                "Latency limits the small tensor, bandwidth the large one: NCCL with 2 ranks takes "
-                "3.099 ms for 1000 MB, 89 times as long",
-                "From 4 to 6 ranks Gloo takes 0.99 times as long for 1000 MB (a ring: 1.11 times).",
-                "From 2 to 4 ranks NCCL takes 1.38 times as long for 1000 MB (",
-                "With 2 ranks Gloo takes 15.8 times as long as NCCL for 1 MB, and 161.7 times for "
-                "1000 MB."});
-    CHECK(has(answers({{false, 2, {0.5, 5, 50, 527.5}}}), "1055 times as long as for 1 MB"));
-    CHECK(answers({{false, 2, {0.554, 5, 50, NAN}}}) == "");
-    Options o;
-    o.warmup = {1};
-    o.steps = 1;
-    const string table = printed([&] { print_all_reduces(o, {{true, 4, {0.04, 0.1, 0.5, 4.0}}}); });
-    CHECK(std::stod(column(table, "algbw (GB/s)").at(3)) == doctest::Approx(250));
-    CHECK(std::stod(column(table, "busbw (GB/s)").at(3)) == doctest::Approx(375));  // 2 (4 - 1) / 4
-    CHECK(bytes_needed({false, 2, {}}, 0) == 5000000);
 }
 
 TEST_CASE("ddp: the differences of weights add up to their mean") {
@@ -569,20 +503,6 @@ TEST_CASE("ddp: the cells of a table of steps") {
     CHECK(column(table(), "Forward (ms)").back() == "66.66 ± 1.00, 25%");
     CHECK(has(table(), "OOM (5.0"));
     CHECK(!has(table(), "inf"));
-}
-TEST_CASE("answers ddp: communication_accounting names a split that exists") {
-    Options o = {};
-    o.d_model = 16384;
-    o.d_ff = 53248;
-    o.num_layers = 126;
-    o.fsdp = 16;
-    o.tp = 4;
-    o.tokens = 2048;
-    o.tflops = 460;
-    o.bandwidth_gb = 180;
-    check_says(printed([&] { cmd_communication_accounting(o); }),
-               {"the least batch of 64 chips is 259.3 tokens per chip, with (X, Y) = (8, 8).",
-                "if X could be 2 alpha N / (M_Y F) = 6.1."});
 }
 TEST_CASE("answers ddp: ddp_bucketed_benchmarking") {
     vector<DdpRun> runs = recorded();
