@@ -227,8 +227,6 @@ void synchronize() {
 #endif
 }
 
-int cpu_threads() { return omp_get_max_threads(); }
-
 // Returns what a caption says of context.device: the card with its driver, or the CPU.
 string device_description() {
 #ifdef __CUDACC__
@@ -245,7 +243,7 @@ string device_description() {
 #endif
     if (context.device == META) { return "meta (nothing is computed)"; }
     const string name = text_in("/proc", "cpuinfo", "\nmodel name\t: ");
-    string text = (name.empty() ? "CPU" : name) + ", " + counted(cpu_threads(), "thread");
+    string text = (name.empty() ? "CPU" : name) + ", " + counted(omp_get_max_threads(), "thread");
 #ifdef HAVE_OPENBLAS
     text += strprintf(", OpenBLAS %s", openblas_get_corename());
 #endif

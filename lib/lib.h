@@ -186,7 +186,6 @@ size_t available_memory(Device d);  // bytes that could be allocated now
 // Returns how many bytes of the CPU's memory Linux, our control group and RLIMIT_AS leave. group: a
 // folder.
 size_t system_memory(const char* group = nullptr);
-int cpu_threads();
 // The first call of main(): it may start the program anew, with other environment variables.
 void choose_cpu_settings(char** argv);
 #ifdef __CUDACC__

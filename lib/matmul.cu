@@ -165,7 +165,7 @@ void one_blas_thread() {
         // Each of our threads needs a buffer. Where `ulimit -v` forbids it, OpenBLAS tries for
         // ever; so we fail here.
         rlimit space;
-        size_t needs = (size_t)cpu_threads() * 129 << 20;
+        size_t needs = (size_t)omp_get_max_threads() * 129 << 20;
         if (getrlimit(RLIMIT_AS, &space) == 0 && space.rlim_cur != RLIM_INFINITY &&
             needs > system_memory()) {
             fail("out of memory: OpenBLAS needs %zu MiB, %zu are there", needs >> 20,
@@ -186,7 +186,7 @@ static void multiply_cpu(const Product& p) {
     bool by_rows = C.rows >= C.cols;
     int64_t side = by_rows ? C.rows : C.cols;
     const int64_t least = 32;  // rows or columns in a slice
-    int64_t slices = std::min<int64_t>(cpu_threads(), (side + least - 1) / least);
+    int64_t slices = std::min<int64_t>(omp_get_max_threads(), (side + least - 1) / least);
     if (C.batch > 1) { slices = 1; }
     int64_t slice = (side + slices - 1) / slices;
 

@@ -77,7 +77,7 @@ TEST_CASE_TEMPLATE("measure: a device describes itself", D, OnCPU, OnMeta, OnCUD
     CHECK(device_description() != "");
     if (D::device == CUDA) { CHECK(has(device_description(), ", driver ")); }
     if (D::device == CPU) {
-        CHECK(has(device_description(), ", " + counted(cpu_threads(), "thread")));
+        CHECK(has(device_description(), ", " + counted(omp_get_max_threads(), "thread")));
     }
     CHECK(available_memory(D::device) > 64 << 20);
     synchronize();

@@ -72,7 +72,7 @@ TEST_CASE("ranks: each has its share of the cores") {
     const char* typed = getenv("OMP_NUM_THREADS");  // would be every rank's
     if (typed && !is_rank()) { return skip_this_case("OMP_NUM_THREADS is set"); }
     in_ranks("ranks: each has its share of the cores", 2, CPU, [](const Communicator&) {
-        CHECK(cpu_threads() == std::max(1, omp_get_num_procs() / 2));
+        CHECK(omp_get_max_threads() == std::max(1, omp_get_num_procs() / 2));
     });
 }
 TEST_CASE("ranks: collectives over NCCL") {
