@@ -282,16 +282,12 @@ void train_both(const Communicator& c, Trainer& ours, Trainer& whole, uint64_t s
     train_step(whole, {all});
 }
 
-// Adds the differences of all elements to a check. A NaN is a difference.
-void compare(WeightsCheck& check, const Tensor& got, const Tensor& want, double atol, double rtol) {
-    const vector<double> a = to_doubles(got), b = to_doubles(want);
-    for (size_t i = 0; i < a.size(); i++) {
-        const double difference = fabs(a[i] - b[i]);
-        if (!(difference <= atol + rtol * fabs(b[i]))) { check.match = false; }  // also NaN
-        if (difference > check.max || isnan(difference)) { check.max = difference; }
-        check.sum += difference;
-        check.n++;
-    }
+void compare(WeightsCheck& check, const Tensor& got, const Tensor& want, double rtol, double atol) {
+    const Comparison found = compare(got, want, rtol, atol);
+    if (!found.ok()) { check.match = false; }
+    if (found.max_abs > check.max || isnan(found.max_abs)) { check.max = found.max_abs; }
+    check.sum += found.sum_abs;
+    check.n += got.size();
 }
 
 bool same_bits_everywhere(const Communicator& c, const Tensor& t) {
@@ -301,27 +297,33 @@ bool same_bits_everywhere(const Communicator& c, const Tensor& t) {
 }
 
 // Prints the table and its answer on rank 0, and fails on all ranks if a row differs on one.
-// what: whose weights they are.
-void print_checks(const Communicator& c, const string& caption, const vector<WeightsCheck>& checks,
-                  const string& what) {
-    Table table{caption + "; backend " + c.backend,
+void print_checks(const Communicator& c, const Options& options, int steps, const char* setting,
+                  const vector<WeightsCheck>& checks) {
+    Table table{strprintf("%s: weights after each of %d steps; World size: %d, Batch size: %d; %s; "
+                          "backend %s",
+                          options.command.c_str(), steps, c.world, ROWS * c.world, setting,
+                          c.backend.c_str()),
                 {"Way", "What", "max diff", "mean diff", "Parameters"}};
+    int wrong = 0;
+    const WeightsCheck* worst = &checks[0];
     for (const WeightsCheck& check : checks) {
         table.row(check.way, check.what, strprintf("%.2e", check.max),
                   strprintf("%.2e", check.sum / check.n), check.match ? "match" : "DIFFER");
+        if (!check.match) { wrong++; }
+        if (check.max > worst->max) { worst = &check; }
     }
-    const int wrong = std::count_if(checks.begin(), checks.end(), [](auto& x) { return !x.match; });
-    const WeightsCheck& worst = *std::max_element(checks.begin(), checks.end(),
-                                                  [](auto& a, auto& b) { return a.max < b.max; });
 
     if (c.rank == 0) {
         print(table);
-        answer(
-            "", "The weights of %s %s: the largest difference is %.2e (%s, %s).%s%s", what.c_str(),
-            wrong ? strprintf("DIFFER in %d of %zu rows", wrong, checks.size()).c_str() : "match",
-            worst.max, worst.way.c_str(), worst.what.c_str(),
-            wrong || worst.max == 0 ? "" : " Sums are taken in another order.",
-            wrong ? "" : " All ranks hold the same bits.");
+        answer("",
+               "The weights of %s%s and of one process with the whole batch %s: the largest "
+               "difference is %.2e (%s, %s).%s%s",
+               options.command == "fsdp" ? "FSDP on " : "", counted(c.world, "rank").c_str(),
+               wrong ? strprintf("DIFFER in %d of %zu rows", wrong, checks.size()).c_str()
+                     : "match",
+               worst->max, worst->way.c_str(), worst->what.c_str(),
+               wrong || worst->max == 0 ? "" : " Sums are taken in another order.",
+               wrong ? "" : " All ranks hold the same bits.");
     }
     if (!everywhere(c, wrong == 0)) { fail("the weights differ"); }
 }
@@ -388,9 +390,8 @@ static void train_and_compare(const Communicator& c, const ModelConfig& config,
 // Checks several ways and prints their losses, the table and the answer. Returns the exit code.
 static int check_ways(const Options& options, const vector<CheckedWay>& ways) {
     return run_ranks(options, [&](const Communicator& c) {
-        const string ranks = counted(c.world, "rank");
         Table losses{"Loss in each step, the mean over the ranks",
-                     {"Way", "Step", ranks, "one process with the whole batch"}};
+                     {"Way", "Step", counted(c.world, "rank"), "one process with the whole batch"}};
         vector<WeightsCheck> checks;
         const ModelConfig config = {"lm", 16, 32, 1, 2, VOCABULARY};
         for (const CheckedWay& way : ways) {
@@ -398,12 +399,10 @@ static int check_ways(const Options& options, const vector<CheckedWay>& ways) {
         }
 
         if (c.rank == 0) { print(losses); }
-        print_checks(c,
-                     strprintf("%s: weights after each of %d steps; World size: %d, Batch size: "
-                               "%d; a Transformer of one block, d_model 16; AdamW, Learning rate: "
-                               "0.01, a second parameter group after 5 steps",
-                               options.command.c_str(), CHECKED_STEPS, c.world, ROWS * c.world),
-                     checks, ranks + " and of one process with the whole batch");
+        print_checks(c, options, CHECKED_STEPS,
+                     "a Transformer of one block, d_model 16; AdamW, Learning rate: 0.01, a second "
+                     "parameter group after 5 steps",
+                     checks);
     });
 }
 

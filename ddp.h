@@ -84,13 +84,13 @@ struct WeightsCheck {
     int64_t n = 0;            // how many elements were compared
     bool match = true;        // they are within the bounds, and all ranks hold the same bits
 };
-// Prints a row for each check, and the answer. Fails if a row does not match. what: whose weights
-// they are.
-void print_checks(const Communicator& c, const string& caption, const vector<WeightsCheck>& checks,
-                  const string& what);
-// Adds the differences of two tensors to d. They match within atol + rtol * |want|.
-void compare(WeightsCheck& d, const Tensor& got, const Tensor& want, double atol = 1e-6,
-             double rtol = 1e-5);
+// Prints a row for each check, and the answer. Fails if a row does not match. setting: the model
+// and its optimizer.
+void print_checks(const Communicator& c, const Options& o, int steps, const char* setting,
+                  const vector<WeightsCheck>& checks);
+// Adds the differences of two tensors to a check. They match as lib.h's compare has it.
+void compare(WeightsCheck& check, const Tensor& got, const Tensor& want, double rtol = 1e-5,
+             double atol = 1e-6);
 // Returns whether all ranks hold the same bits in t.
 bool same_bits_everywhere(const Communicator& c, const Tensor& t);
 

@@ -472,8 +472,8 @@ static WeightsCheck check_case(const Communicator& c, const FsdpCase& tried, uin
     for (int step = 0; step < STEPS; step++) {
         train_both(c, ours, whole, seed + step, tried.batches);
         visit_whole(fsdp, false, [&](const Parameter& parameter, const Tensor& got) {
-            compare(check, got, view(whole.model.weights, parameter.offset, parameter.shape), atol,
-                    rtol);
+            compare(check, got, view(whole.model.weights, parameter.offset, parameter.shape), rtol,
+                    atol);
         });
     }
     const Tensor norms = view(fsdp.shard.weights, fsdp.replicated, fsdp.replicated_gradients.shape);
@@ -489,14 +489,9 @@ int cmd_fsdp(const Options& options) {
             if (tried.mode == FLASH && !fastest_flash(context.device, F32, 16)) { continue; }
             checks.push_back(check_case(c, tried, options.seed));
         }
-        print_checks(
-            c,
-            strprintf("fsdp: weights after each of %d steps; World size: %d, Batch size: %d; "
-                      "Transformer: d_model 64, 3 layers; AdamW with lr 0.001, in pure_bf16 0.02",
-                      STEPS, c.world, ROWS * c.world),
-            checks,
-            strprintf("FSDP on %s and of one process with the whole batch",
-                      counted(c.world, "rank").c_str()));
+        print_checks(c, options, STEPS,
+                     "Transformer: d_model 64, 3 layers; AdamW with lr 0.001, in pure_bf16 0.02",
+                     checks);
     });
 }
 

@@ -478,6 +478,7 @@ struct Comparison {
     int64_t worst = -1;        // the index of the one furthest beyond its bound ...
     double got = 0, want = 0;  // ... and both values there
     double max_abs = 0;        // the largest |got - want|
+    double sum_abs = 0;        // their sum
     bool ok() const { return wrong == 0; }
 };
 Comparison compare(const Tensor& got, const Tensor& want, double rtol, double atol);

@@ -190,6 +190,7 @@ Comparison compare(const Tensor& got, const Tensor& want, double rtol, double at
         double excess = isfinite(error) ? error - rtol * fabs(w[i]) : INFINITY;
         c.wrong += excess > atol;
         if (error > c.max_abs || isnan(error)) { c.max_abs = error; }  // a NaN stays
+        c.sum_abs += error;
         if (excess > worst || c.worst < 0) {
             worst = excess;
             c.worst = i;

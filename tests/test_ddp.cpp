@@ -399,7 +399,7 @@ static Stats of_six(double mean, double std) {
 TEST_CASE("ddp: the differences of weights add up to their mean") {
     begin<OnCPU>();
     WeightsCheck check{"naive", "w"};
-    compare(check, from_floats({1, 2, 3}, {3}), from_floats({1, 3, 6}, {3}), 4, 0);
+    compare(check, from_floats({1, 2, 3}, {3}), from_floats({1, 3, 6}, {3}), 0, 4);
     CHECK(check.sum == 4);
     CHECK(check.n == 3);
     CHECK(check.max == 3);
@@ -409,13 +409,12 @@ TEST_CASE("answers ddp: weights") {
     vector<WeightsCheck> checks(2, {"naive", "lm_head.weight", 5.96e-08, 1e-6, 250});
     checks[1].max = 1.19e-07;
     auto answers = [&] {
-        return printed([&] {
-            print_checks(Communicator(), "caption", checks, "data parallel and of one process");
-        });
+        return printed([&] { print_checks(Communicator(), Options(), 10, "a model", checks); });
     };
     CHECK(has(answers(),
-              "The weights of data parallel and of one process match: the largest difference is "
-              "1.19e-07 (naive, lm_head.weight). Sums are taken in another order. All ranks hold "
+              "The weights of 1 rank and of one process with the whole batch match: the largest "
+              "difference is 1.19e-07 (naive, lm_head.weight). Sums are taken in another order. "
+              "All ranks hold "
               "the same bits.\n"));
     for (WeightsCheck& x : checks) { x.max = 0; }
     CHECK(has(answers(),
