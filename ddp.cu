@@ -31,7 +31,6 @@ const char* name_of(Strategy s) { return WAYS[s].name; }
 
 struct Bucket {          // what goes as one all-reduce
     int64_t begin, end;  // elements of the flat gradients
-    int first, past;     // parameters [first, past)
 };
 struct DataParallel {
     Communicator c;
@@ -39,7 +38,7 @@ struct DataParallel {
     Tensor gradients;  // flat, in backward order
     // those with gradients, by offset; a tied one stands here once
     vector<Parameter> parameters;
-    vector<bool> is_ready{};  // of these, in this step
+    set<int64_t> missing{};  // the offsets of those whose gradient is not ready in this step
     vector<Bucket> buckets{};
     size_t next = 0;          // the bucket to go next: the order is the same on all ranks
     vector<WorkPtr> works{};  // of this step
@@ -51,16 +50,15 @@ static vector<Bucket> cut_into_buckets(const vector<Parameter>& parameters, DTyp
                                        double cap_mb) {
     vector<Bucket> buckets;
     double bytes = 0;
-    for (int i = 0; i < (int)parameters.size(); i++) {
-        const Parameter& parameter = parameters[i];
-        const double more = (double)count(parameter.shape) * size_of(dtype);
+    for (const Parameter& parameter : parameters) {
+        const int64_t n = count(parameter.shape);
+        const double more = (double)n * size_of(dtype);
         if (buckets.empty() || bytes + more > MB * cap_mb) {
-            buckets.push_back({parameter.offset, 0, i, 0});
+            buckets.push_back({parameter.offset, 0});
             bytes = 0;
         }
         bytes += more;
-        buckets.back().end = parameter.offset + count(parameter.shape);
-        buckets.back().past = i + 1;
+        buckets.back().end = parameter.offset + n;
     }
     return buckets;
 }
@@ -78,31 +76,28 @@ static void start_next_bucket(DataParallel& d) {
 // completes. It is the gradient of one parameter, or of several that one product computes, as q, k
 // and v.
 static void gradient_is_ready(DataParallel& parallel, int64_t begin, int64_t end) {
-    for (size_t i = 0; i < parallel.parameters.size(); i++) {
-        const int64_t offset = parallel.parameters[i].offset;
-        if (offset >= begin && offset < end) { parallel.is_ready[i] = true; }
-    }
+    set<int64_t>& missing = parallel.missing;
+    missing.erase(missing.lower_bound(begin), missing.lower_bound(end));
 
     if (!WAYS[parallel.strategy].at_once) { return; }
-    auto is_complete = [&](const Bucket& bucket) {
-        const auto ready = parallel.is_ready.begin();
-        return std::count(ready + bucket.first, ready + bucket.past, false) == 0;
-    };
-    while (parallel.next < parallel.buckets.size() &&
-           is_complete(parallel.buckets[parallel.next])) {
+    while (parallel.next < parallel.buckets.size()) {
+        // The buckets before it have gone, so nothing is missing in them.
+        const bool is_complete =
+            missing.empty() || *missing.begin() >= parallel.buckets[parallel.next].end;
+        if (!is_complete) { return; }
         start_next_bucket(parallel);
     }
 }
 
 // Makes the model's gradients call gradient_is_ready, and returns the state that these calls
 // change. First it sends rank 0's weights to all. bucket_mb: BUCKETED's cap.
-static std::unique_ptr<DataParallel> data_parallel(const Communicator& c, Strategy strategy,
-                                                   double bucket_mb, const Model& model) {
+static shared_ptr<DataParallel> data_parallel(const Communicator& c, Strategy strategy,
+                                              double bucket_mb, const Model& model) {
     wait(c, broadcast(c, model.weights, 0));
     drop_weight_copies(model.slots);
 
-    auto made = std::make_unique<DataParallel>(
-        DataParallel{c, strategy, model.gradients, model.parameters});
+    auto made =
+        make_shared<DataParallel>(DataParallel{c, strategy, model.gradients, model.parameters});
     DataParallel& parallel = *made;
     if (strategy == NO_SYNC) { return made; }
 
@@ -122,7 +117,7 @@ static std::unique_ptr<DataParallel> data_parallel(const Communicator& c, Strate
 static void reset_buckets(DataParallel& d) {  // before each backward
     d.next = 0;
     d.works.clear();
-    d.is_ready.assign(d.parameters.size(), false);
+    for (const Parameter& parameter : d.parameters) { d.missing.insert(parameter.offset); }
 }
 
 // Starts, after backward, the all-reduces that have not gone yet, and makes the compute stream wait
@@ -130,10 +125,9 @@ static void reset_buckets(DataParallel& d) {  // before each backward
 static void finish_gradient_synchronization(DataParallel& parallel) {
     if (parallel.strategy == NO_SYNC) { return; }
     Range range("synchronize gradients");
-    for (size_t i = 0; i < parallel.parameters.size(); i++) {
-        if (parallel.is_ready[i]) { continue; }
+    for (const Parameter& parameter : parallel.parameters) {
+        if (parallel.missing.count(parameter.offset) == 0) { continue; }
         // This rank's loss does not depend on the parameter, but the others wait for its gradient.
-        const Parameter& parameter = parallel.parameters[i];
         fill_zero(view(parallel.gradients, parameter.offset, parameter.shape));
         gradient_is_ready(parallel, parameter.offset, parameter.offset + count(parameter.shape));
         parameter.weight.gradient->filled = true;
@@ -846,26 +840,23 @@ static void answer_ddp_bucketed_benchmarking(const vector<DdpRun>& runs) {
 // -------------------------------------------------------------------------------------------------
 // The commands that benchmark
 
-// Returns where the buckets of a model end, each as the number of the parameter behind it.
-static vector<int> ends_of_buckets(const ModelConfig& config, double cap_mb) {
-    const Model planned = lay_out_model(config);
-    vector<int> ends;
-    for (const Bucket& b : cut_into_buckets(planned.parameters, weight_dtype(), cap_mb)) {
-        ends.push_back(b.past);
-    }
-    return ends;
-}
-
 // Joins neighbouring caps that cut the same buckets into one way, with both names.
 static void join_equal_caps(const ModelConfig& config, vector<DdpRun>& runs) {
+    const Model planned = lay_out_model(config);
     vector<DdpRun> joined;
+    vector<int64_t> last_ends;
     for (const DdpRun& run : runs) {
-        if (joined.size() > BUCKETED && ends_of_buckets(config, run.bucket_mb) ==
-                                            ends_of_buckets(config, joined.back().bucket_mb)) {
+        vector<int64_t> ends;
+        for (const Bucket& b :
+             cut_into_buckets(planned.parameters, weight_dtype(), run.bucket_mb)) {
+            ends.push_back(b.end);
+        }
+        if (joined.size() > BUCKETED && ends == last_ends) {
             joined.back().name += " = " + run.name;
         } else {
             joined.push_back(run);
         }
+        last_ends = ends;
     }
     runs = joined;
 }
