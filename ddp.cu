@@ -145,13 +145,13 @@ static void finish_gradient_synchronization(DataParallel& parallel) {
 //   ZeRO-1      reduce-scatter of the gradients, all-gather of the weights   2 Psi (N-1)/N
 // Over Gloo our reduce-scatter is an all-reduce, so there ZeRO-1 sends 3 Psi (N-1)/N, too.
 
-struct Optimizer {  // over flat weights
-    Communicator c;
+struct Optimizer {     // over flat weights
+    Communicator c{};  // the ranks that have a shard each; UNSHARDED: this process alone
     Sharding sharding = UNSHARDED;
     vector<ParameterGroup> groups{};
 };
 static void add_parameter_group(Optimizer& o, const ParameterGroup& group) {  // also between steps
-    if (o.sharding != UNSHARDED && group.weights.size() % o.c.world != 0) {
+    if (group.weights.size() % o.c.world != 0) {
         fail("%ld weights are not %d equal shards", (long)group.weights.size(), o.c.world);
     }
     o.groups.push_back(group);
@@ -170,25 +170,21 @@ static void step_parameter_groups(Optimizer& optimizer, float gradient_scale) {
     NoGrad no_grad;
     const Communicator& c = optimizer.c;
     const Sharding sharding = optimizer.sharding;
-    const bool whole = sharding == UNSHARDED;
     for (ParameterGroup& group : optimizer.groups) {
         if (sharding == ZERO1) { wait(c, reduce_scatter(c, group.gradients, AVERAGE)); }
 
-        const int64_t n = group.weights.size() / (whole ? 1 : c.world);
-        const int64_t begin = whole ? 0 : c.rank * n;
+        const int64_t n = group.weights.size() / c.world, begin = c.rank * n;
         const Tensor own = view(group.weights, begin, {n});
         begin_adamw_step(group, own);
         adamw_update(own, {{view(group.gradients, begin, {n}), 0}}, group.m, group.v, group.adamw,
                      group.step, gradient_scale);
 
-        vector<WorkPtr> works;
-        if (sharding == ZERO1) { works.push_back(all_gather(c, group.weights)); }
+        if (sharding == ZERO1) { wait(c, all_gather(c, group.weights)); }
         if (sharding == BROADCAST) {
             for (int r = 0; r < c.world; r++) {
-                works.push_back(broadcast(c, view(group.weights, r * n, {n}), r));
+                wait(c, broadcast(c, view(group.weights, r * n, {n}), r));
             }
         }
-        for (const WorkPtr& work : works) { wait(c, work); }
     }
 }
 
@@ -232,9 +228,11 @@ double norm_over_ranks(const Communicator& c, double square_sum) {
     return sqrt(to_floats(sum)[0]);
 }
 
-// Makes a trainer step with this optimizer in place of the model's own.
-static void attach(Trainer& trainer, const Optimizer& optimizer) {
-    trainer.sharded = make_shared<Optimizer>(optimizer);
+// Makes a trainer step with an optimizer over parameter groups in place of the model's own.
+static void attach(Trainer& trainer, Sharding sharding) {
+    trainer.sharded = make_shared<Optimizer>();
+    trainer.sharded->sharding = sharding;
+    if (sharding != UNSHARDED) { trainer.sharded->c = trainer.c; }
     trainer.step_optimizer = [](Trainer& t) {
         // It is needed in fp16 alone, to see whether any rank has inf or NaN. So it does not matter
         // that gradients which are averages already count once for each rank.
@@ -247,8 +245,8 @@ static void attach(Trainer& trainer, const Optimizer& optimizer) {
 
 Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding, const AdamW& adamw) {
     if (fast_ways.restore_weights) { fast_ways.restore_weights(model); }
-    Trainer t = data_parallel_trainer(c, move(model), sharding == ZERO1 ? NO_SYNC : FLAT, 0);
-    attach(t, {c, sharding});
+    Trainer t = data_parallel_trainer(c, move(model), sharding == ZERO1 ? NO_SYNC : FLAT);
+    attach(t, sharding);
     add_parameter_group(*t.sharded, {t.model.weights, t.model.gradients, adamw});
     return t;
 }
@@ -341,30 +339,30 @@ static void train_and_compare(const Communicator& c, const ModelConfig& config,
     Trainer whole;
     whole.model = random_model(config, seed);
     make_gradients(whole.model);
-    attach(ours, {c, way.sharding});
-    attach(whole, {});
+    attach(ours, way.sharding);
+    attach(whole, UNSHARDED);
 
     AdamW adamw;
     adamw.lr = 0.01f;
     adamw.weight_decay = 0.1f;
     adamw.eps = 1e-5f;  // else a gradient that is rounding alone moves its weight by lr, either way
-    auto add_group = [&](int64_t begin, int64_t n) {
+    const Model &got = ours.model, &want = whole.model;
+    const int64_t half = got.weights.size() / 2;  // an arena's size is even
+    auto add_half = [&](int64_t begin) {
         for (const Trainer* trainer : {&ours, &whole}) {
             const Model& model = trainer->model;
-            add_parameter_group(*trainer->sharded, {view(model.weights, begin, {n}),
-                                                    view(model.gradients, begin, {n}), adamw});
+            add_parameter_group(*trainer->sharded, {view(model.weights, begin, {half}),
+                                                    view(model.gradients, begin, {half}), adamw});
         }
     };
 
-    const Model &got = ours.model, &want = whole.model;
-    const int64_t half = got.weights.size() / 2, rest = got.weights.size() - half;
     vector<WeightsCheck> rows;
     for (const Parameter& parameter : got.parameters) {
         rows.push_back({way.name, parameter.name});
     }
-    add_group(0, half);
+    add_half(0);
     for (int step = 0; step < CHECKED_STEPS; step++) {
-        if (step == CHECKED_STEPS / 2) { add_group(half, rest); }
+        if (step == CHECKED_STEPS / 2) { add_half(half); }
         train_both(c, ours, whole, seed + step);
         const double loss = mean_over_ranks(c, ours.loss);
         losses.row(way.name, step + 1, strprintf("%.6f", loss), strprintf("%.6f", whole.loss));

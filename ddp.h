@@ -40,7 +40,7 @@ const char* name_of(Strategy s);
 // Returns a trainer whose gradients are averages before its optimizer steps (NO_SYNC: are this
 // rank's own). All ranks get rank 0's weights. bucket_mb: how large a bucket of BUCKETED may be.
 Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strategy,
-                              double bucket_mb);
+                              double bucket_mb = 0);
 
 // A shard is the range of the weights that one rank steps.
 enum Sharding {

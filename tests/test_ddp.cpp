@@ -147,7 +147,7 @@ TEST_CASE("ddp: only a sharded optimizer wants equal shards, and each group coun
     Communicator nine;
     nine.world = 9;
     const Tensor w = from_floats({1, 1, 1, 1}, {4}), g = from_floats({0.5, 0.5, 0.5, 0.5}, {4});
-    Optimizer whole{nine}, sharded{nine, ZERO1};
+    Optimizer whole, sharded{nine, ZERO1};
     add_parameter_group(whole, {w, g});
     CHECK(failure_of([&] {
               add_parameter_group(sharded, {w, g});
@@ -231,7 +231,7 @@ TEST_CASE("ddp: buckets") {
 
 // Backward runs from 8 to 18 ms, and two collectives from 0 to 10 and from 5 to 20.
 static void check_times(const Communicator& c) {
-    Trainer t = data_parallel_trainer(c, random_model({"lm", 16, 16, 1, 1, 20}, 0), NAIVE, 0);
+    Trainer t = data_parallel_trainer(c, random_model({"lm", 16, 16, 1, 1, 20}, 0), NAIVE);
     t.marks = {{&StepTimes::forward, Mark{100, nullptr}}};
     for (auto [begin, end] : {std::pair{100, 110}, {105, 120}}) {
         auto work = std::make_shared<Work>();
