@@ -870,7 +870,7 @@ static int benchmark(const Options& asked, vector<DdpRun> runs,
         join_equal_caps(config, runs);
         vector<Trace> traces;
         for (DdpRun& run : runs) { run_strategy(c, options, config, run, traces); }
-        if (!options.trace.empty()) { write_trace(options.trace, traces, caption, c); }
+        write_trace(options.trace, traces, caption, c);
 
         const WayRun single = single_process(c, options, config);
         if (c.rank == 0) { print_steps(caption, runs, single, options, c.world); }

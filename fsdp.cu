@@ -544,7 +544,7 @@ static void print_fsdp_accounting(const string& caption, const vector<FsdpRun>& 
         if (i + 1 == fsdp.gather.size()) { unit = "lm_head"; }
         times.row(unit, strprintf("%.3f", fsdp.gather[i]), strprintf("%.3f", fsdp.wait[i]));
     }
-    if (!times.rows.empty()) { print(times); }
+    print(times);
 }
 
 // Lists by category, the largest first, by how many MiB FSDP's peak misses the expected one. FSDP
@@ -632,7 +632,7 @@ int cmd_fsdp_accounting(const Options& typed) {
         }
 
         const string caption = caption_of(options, config, c);
-        if (!options.trace.empty()) { write_trace(options.trace, traces, caption, c); }
+        write_trace(options.trace, traces, caption, c);
         if (c.rank == 0) { print_fsdp_accounting(caption, runs); }
         if (can_compare(c, {runs.begin(), runs.end()}, false)) {
             answer_fsdp_accounting(runs, c.world, parameters_of(config),

@@ -462,9 +462,8 @@ int cmd_nsys_profile(const Options& o) {
         }
     }
 
-    if (!o.trace.empty()) {  // first: whoever reads the tables may close the pipe
-        write_trace(o.trace, traces, "cs336 " + join(o.command_line, " ") + "; " + origin());
-    }
+    // first: whoever reads the tables may close the pipe
+    write_trace(o.trace, traces, "cs336 " + join(o.command_line, " ") + "; " + origin());
 
     const string setting =
         strprintf("%s; precision %s, mode %s",
@@ -503,6 +502,7 @@ static string quoted(const string& text) {  // a byte that is no UTF-8 becomes U
 // slices of a row have to nest: work that overlaps other work of its stream goes to a further row.
 void write_trace(const string& path, const vector<Trace>& traces, const string& caption,
                  const Communicator& c) {
+    if (path.empty()) { return; }
     vector<string> events;
     auto name = [&](const char* what, int row, const string& text) {
         events.push_back(strprintf(R"({"ph":"M","name":"%s","pid":%d,"tid":%d,"args":{"name":%s}})",

@@ -380,7 +380,8 @@ struct Table {
 // Returns what the first caption ends with: "NVIDIA H200, driver 580.159, CUDA 13.0; commit
 // 1a2b3c4".
 string origin();
-void print(const Table& table);  // prints it as Markdown, or as csv if context.csv
+// Prints a table, unless it has no rows, as Markdown or, if context.csv, as csv.
+void print(const Table& table);
 // Prints "**(a)** text". part: the handout's letter, or a word; "" if the text answers it all.
 void answer(const char* part, const char* format, ...) PRINTF(2, 3);
 void sketch(const string& lines);  // prints a block of code, where the handout asks for one
