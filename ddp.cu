@@ -462,10 +462,10 @@ string caption_of(const Options& options, const ModelConfig& model, const Commun
         options.context_length, options.warmup[0], counted(options.steps, "step").c_str());
 }
 
-static vector<Batch> batches_of(const Options& o, const ModelConfig& m, const Communicator& c,
-                                int n) {
-    return part_of(random_batch(o.batch_size * c.world, o.context_length, m.vocab_size, o.seed + 1),
-                   c, n);
+static vector<Batch> batches_of(const Options& o, const Trainer& t, int n) {
+    const Batch all = random_batch(o.batch_size * t.c.world, o.context_length,
+                                   t.model.config.vocab_size, o.seed + 1);
+    return part_of(all, t.c, n);
 }
 
 // Returns the bytes that a rank holds at most in two steps of n batches each, planned on META.
@@ -475,7 +475,7 @@ size_t steps_peak(int world, const Options& options, const MakeTrainer& make, in
         planned.world = world;
         Trainer trainer = make(planned);
         reset_peak(META);
-        const vector<Batch> batches = batches_of(options, trainer.model.config, planned, n);
+        const vector<Batch> batches = batches_of(options, trainer, n);
         // FSDP has its moments only from the end of the first step on.
         train_step(trainer, batches);
         train_step(trainer, batches);
@@ -497,7 +497,7 @@ static StepTimes times_of(const Trainer& trainer) {
 // Warms up, takes the timed steps, and returns their times. A step's time is the mean over the
 // ranks. `see` is called before the first step and after each.
 static StepStats timed_steps(Trainer& trainer, const vector<Batch>& batches, const Options& options,
-                             const char* name, const function<void(Trainer&)>& see) {
+                             const char* name, const SeeStep& see) {
     const Communicator& c = trainer.c;
     const int warmup = options.warmup[0];
     vector<StepTimes> mine;
@@ -525,37 +525,32 @@ static StepStats timed_steps(Trainer& trainer, const vector<Batch>& batches, con
         }
         return stats_of(means);
     };
-    StepStats stats;
-    stats.forward = over_steps(&StepTimes::forward);
-    stats.head_and_loss = over_steps(&StepTimes::head_and_loss);
-    stats.backward = over_steps(&StepTimes::backward);
-    stats.exposed = over_steps(&StepTimes::exposed);
-    stats.optimizer = over_steps(&StepTimes::optimizer);
-    stats.total = over_steps(&StepTimes::total);
-    stats.communication = over_steps(&StepTimes::communication);
-    stats.hidden = over_steps(&StepTimes::hidden);
-    return stats;
+    // in the order of StepParts
+    return {over_steps(&StepTimes::forward),       over_steps(&StepTimes::head_and_loss),
+            over_steps(&StepTimes::backward),      over_steps(&StepTimes::exposed),
+            over_steps(&StepTimes::optimizer),     over_steps(&StepTimes::total),
+            over_steps(&StepTimes::communication), over_steps(&StepTimes::hidden)};
 }
 
 // Fills `way` with what its steps take, or with the bytes that do not fit.
 void run_way(WayRun& way, const Communicator& c, const Options& options, const MakeTrainer& make,
-             int n, const function<void(Trainer&)>& see) {
+             const SeeStep& see, int n) {
     way.predicted = steps_peak(c.world, options, make, n);
-    way.oom = way.predicted <= room_of_each_rank(c) ? 0 : way.predicted;
+    way.oom = way.predicted > room_of_each_rank(c);
     if (way.oom) { return; }
 
     auto run = [&] {
         Trainer trainer = make(c);
         reset_peak(context.device);
-        way.ms = timed_steps(trainer, batches_of(options, trainer.model.config, c, n), options,
-                             way.name.c_str(), see);
+        way.ms =
+            timed_steps(trainer, batches_of(options, trainer, n), options, way.name.c_str(), see);
         way.loss = mean_over_ranks(c, trainer.loss);
         way.use = memory_use(context.device);
     };
     if (c.world > 1) {
         run();  // where one rank finds no memory, the others cannot go on
     } else {
-        way.oom = run_if_fits(way.name, way.predicted, run, way.predicted);
+        way.oom = run_if_fits(way.name, way.predicted, run, way.predicted) > 0;
     }
     if (fast_ways.free_shared) { fast_ways.free_shared(c); }
 }
@@ -570,14 +565,13 @@ struct DdpRun : WayRun {
 };
 
 // With --trace, takes one more step behind the last timed one, and adds its trace.
-void trace_step(Trainer& trainer, const char* name, const Options& options,
-                const ModelConfig& config, vector<Trace>& traces) {
+void trace_step(Trainer& trainer, const char* name, const Options& options, vector<Trace>& traces) {
     if (options.trace.empty() || trainer.steps < options.warmup[0] + options.steps) { return; }
     start_tracing();
     {
         Range range(name);
         barrier(trainer.c);
-        train_step(trainer, batches_of(options, config, trainer.c, 1));
+        train_step(trainer, batches_of(options, trainer, 1));
     }
     traces.push_back(stop_tracing());
 }
@@ -590,11 +584,11 @@ static void run_strategy(const Communicator& c, const Options& options, const Mo
         return data_parallel_trainer(c, random_model(config, options.seed), run.strategy,
                                      run.bucket_mb);
     };
-    run_way(run, c, options, make, 1, [&](Trainer& trainer) {
+    run_way(run, c, options, make, [&](Trainer& trainer) {
         run.calls = (int)trainer.d->works.size();
         run.mb = 0;
         for (const WorkPtr& work : trainer.d->works) { run.mb += (double)work->bytes / MB; }
-        trace_step(trainer, name_of(run.strategy), options, config, traces);
+        trace_step(trainer, name_of(run.strategy), options, traces);
     });
 }
 
@@ -617,18 +611,6 @@ static WayRun single_process(const Communicator& c, Options options, const Model
     return run;
 }
 
-// Says whether rank 0 has something to compare, and prints why not. Fails if no way ran.
-bool can_compare(const Communicator& c, const vector<WayRun>& runs, bool all) {
-    const size_t fit =
-        std::count_if(runs.begin(), runs.end(), [](const WayRun& r) { return r.oom == 0; });
-    if (fit == 0) { fail("no step ran: each rank needs %.1f GiB", mib_of(runs.back().oom) / 1024); }
-    const bool can = c.world > 1 && (!all || fit == runs.size());
-    if (c.rank == 0 && !can) {
-        answer("", "Nothing to compare: that takes several ranks, and ways that fit.");
-    }
-    return c.rank == 0 && can;
-}
-
 Table step_table(const string& caption, const char* what) {
     return {caption + "; mean ± deviation over the steps, share of the step",
             {what, "Total Time (ms)", "Forward (ms)", "Backward (ms)", "Exposed Comm (ms)",
@@ -645,7 +627,7 @@ static string time_cell(const Stats& ms) {  // "28.49 ± 0.05"; of one step "28.
 
 // Adds a row for a way: a step's time and its parts, or the bytes that did not fit.
 void add_step(Table& table, const WayRun& run) {
-    if (run.oom) { return table.row(run.name, oom_cell(run.oom), "", "", "", ""); }
+    if (run.oom) { return table.row(run.name, oom_cell(run.predicted), "", "", "", ""); }
     const StepStats& ms = run.ms;
     auto part = [&](const Stats& x) {  // "28.49 ± 0.05, 21%"
         return time_cell(x) + strprintf(", %.0f%%", 100 * x.mean / ms.total.mean);
@@ -874,7 +856,7 @@ static int benchmark(const Options& asked, vector<DdpRun> runs,
 
         const WayRun single = single_process(c, options, config);
         if (c.rank == 0) { print_steps(caption, runs, single, options, c.world); }
-        if (can_compare(c, {runs.begin(), runs.end()})) { print_answer(runs); }
+        if (can_compare(c, runs)) { print_answer(runs); }
     });
 }
 
@@ -903,7 +885,6 @@ struct ShardingRun : WayRun {
     Sharding sharding;
     // by Moment: its name, and the peak since the one before
     vector<pair<const char*, MemoryUse>> peaks{};
-    ShardingRun(const char* name, Sharding s) : WayRun{name}, sharding(s) {}
 };
 
 // Times an optimizer's steps and notes the three peaks of the first one.
@@ -924,7 +905,7 @@ static void run_sharded(const Communicator& c, const Options& options, const Mod
         if (c.links) { note_peak("after init"); }  // else steps_peak plans
         return sharded_trainer(c, model, run.sharding);
     };
-    run_way(run, c, options, make, 1, [&](Trainer& trainer) {
+    run_way(run, c, options, make, [&](Trainer& trainer) {
         if (trainer.steps == 1) { note_peak("after step"); }
         if (trainer.steps > 0) { return; }
         trainer.step_optimizer = [&, step = trainer.step_optimizer](Trainer& t) {
@@ -995,7 +976,7 @@ int cmd_optimizer_state_sharding_accounting(const Options& asked) {
                      {"Optimizer", "Moment", "parameters", "gradients", "optimizer state",
                       "the rest", "peak"}};
         vector<ShardingRun> runs = {
-            {"unsharded", UNSHARDED}, {"broadcast", BROADCAST}, {"ZeRO-1", ZERO1}};
+            {{"unsharded"}, UNSHARDED}, {{"broadcast"}, BROADCAST}, {{"ZeRO-1"}, ZERO1}};
         for (ShardingRun& run : runs) {
             run_sharded(c, options, config, run);
             add_step(time, run);
@@ -1007,9 +988,11 @@ int cmd_optimizer_state_sharding_accounting(const Options& asked) {
             }
         }
 
-        if (c.rank == 0) { print(time); }
-        if (c.rank == 0 && !memory.rows.empty()) { print(memory); }
-        if (can_compare(c, {runs.begin(), runs.end()})) {
+        if (c.rank == 0) {
+            print(time);
+            print(memory);
+        }
+        if (can_compare(c, runs)) {
             answer_optimizer_state_sharding_accounting(runs, c.world, c.backend);
         }
     });

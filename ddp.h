@@ -112,23 +112,37 @@ using StepStats = StepParts<Stats>;  // ms, of several steps
 struct WayRun {
     string name;
     size_t predicted = 0;  // a rank's peak, in bytes
-    size_t oom = 0;        // the same where it does not fit, else 0
+    bool oom = false;      // that does not fit
     StepStats ms{};        // the mean over the ranks
     double loss = 0;       // of the last step; the mean over the ranks
     MemoryUse use{};       // of this rank, in these steps
 };
+using SeeStep = function<void(Trainer& t)>;
 // If it fits, makes a trainer, warms up, and times steps of n batches; fills r. Calls `see` before
 // the first step and after each one, also in the warm-up.
 void run_way(
-    WayRun& r, const Communicator& c, const Options& o, const MakeTrainer& make, int n = 1,
-    const function<void(Trainer& t)>& see = [](Trainer&) {});
+    WayRun& r, const Communicator& c, const Options& o, const MakeTrainer& make,
+    const SeeStep& see = [](Trainer&) {}, int n = 1);
 // With --trace, takes one more step behind the last timed one, and adds its trace. Its range has
 // the name, which has to be a literal.
-void trace_step(Trainer& t, const char* name, const Options& o, const ModelConfig& config,
-                vector<Trace>& traces);
+void trace_step(Trainer& t, const char* name, const Options& o, vector<Trace>& traces);
+[[noreturn]] inline void fail_without_step(const WayRun& r) {
+    fail("no step ran: each rank needs %.1f GiB", to_gib(r.predicted));
+}
 // Returns true on rank 0 of several ranks if all ways (`all` false: at least one) ran. Else rank 0
 // prints that there is nothing to compare. Fails if no way ran.
-bool can_compare(const Communicator& c, const vector<WayRun>& runs, bool all = true);
+template <class Run>
+bool can_compare(const Communicator& c, const vector<Run>& runs, bool all = true) {
+    size_t fit = 0;
+    for (const Run& run : runs) {
+        if (!run.oom) { fit++; }
+    }
+    if (fit == 0) { fail_without_step(runs.back()); }
+    if (c.rank > 0) { return false; }
+    const bool can = c.world > 1 && (!all || fit == runs.size());
+    if (!can) { answer("", "Nothing to compare: that takes several ranks, and ways that fit."); }
+    return can;
+}
 // Returns a table of steps without rows. add_step adds a way's row: its step's time and parts, or
 // the bytes that did not fit.
 Table step_table(const string& caption, const char* what);

@@ -500,8 +500,8 @@ int cmd_fsdp(const Options& options) {
 // optimizer sharded, and with FSDP; (b) how long each unit's gather took, and how long the compute
 // stream waited for it.
 
-// early: see begin_fsdp_step's steps_in_backward
-enum Way { PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED, EARLY_ADAMW };
+// the first three ways; the fourth is FSDP with steps_in_backward
+enum Way { PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED };
 struct FsdpRun : WayRun {
     vector<double> gather{}, wait{};  // of each unit in forward, ms, in the mean step
 };
@@ -525,14 +525,17 @@ static void print_fsdp_accounting(const string& caption, const vector<FsdpRun>& 
                  {"Way", "peak", "predicted", "parameters", "copies", "gradients", "optimizer",
                   "activations", "step (ms)"}};
     for (const FsdpRun& run : runs) {
-        auto cell = [&](double bytes) { return run.oom ? "" : mib_cell(bytes); };
+        const string predicted = mib_cell(run.predicted);
+        if (run.oom) {
+            memory.row(run.name, oom_cell(run.predicted), predicted, "", "", "", "", "", "");
+            continue;
+        }
         const size_t peak = run.use.peak;
         const size_t* by = run.use.peak_by;
-        memory.row(run.name, run.oom ? oom_cell(run.oom) : cell(peak), mib_cell(run.predicted),
-                   cell(by[PARAMETERS]), cell(by[WEIGHT_COPIES]), cell(by[GRADIENTS]),
-                   cell(by[OPTIMIZER]),
-                   cell(peak - by[PARAMETERS] - by[WEIGHT_COPIES] - by[GRADIENTS] - by[OPTIMIZER]),
-                   run.oom ? NAN : run.ms.total.mean);
+        const size_t known = by[PARAMETERS] + by[WEIGHT_COPIES] + by[GRADIENTS] + by[OPTIMIZER];
+        memory.row(run.name, mib_cell(peak), predicted, mib_cell(by[PARAMETERS]),
+                   mib_cell(by[WEIGHT_COPIES]), mib_cell(by[GRADIENTS]), mib_cell(by[OPTIMIZER]),
+                   mib_cell(peak - known), run.ms.total.mean);
     }
     print(memory);
 
@@ -610,31 +613,28 @@ int cmd_fsdp_accounting(const Options& typed) {
         const ModelConfig config = choose_step(options, c);
         const uint64_t seed = options.seed;
         auto plain = [&] { return random_model(config, seed); };
-        const vector<pair<const char*, MakeTrainer>> ways = {
-            {"DDP", [&](auto& c) { return data_parallel_trainer(c, plain(), OVERLAPPED, 0); }},
-            {"sharded optimizer", [&](auto& c) { return sharded_trainer(c, plain(), ZERO1); }},
-            {"FSDP", [&](auto& c) { return fsdp_trainer(c, config, seed); }},
-            {"FSDP, early AdamW", [&](auto& c) { return fsdp_trainer(c, config, seed, true); }}};
-
         vector<FsdpRun> runs;
         vector<Trace> traces;
-        for (const auto& way : ways) {
-            const char* name = way.first;
-            // its step needs a norm first
-            if (runs.size() == EARLY_ADAMW && context.precision == PREC_FP16) { break; }
+        auto add = [&](const char* name, const MakeTrainer& make) {
             FsdpRun& run = runs.emplace_back(FsdpRun{{name}});
-            run_way(run, c, options, way.second, 1, [&](Trainer& t) {
+            run_way(run, c, options, make, [&](Trainer& t) {
                 if (t.f && t.steps > options.warmup[0]) {
                     add_unit_times(*t.f, options.steps, run);
                 }
-                trace_step(t, name, options, config, traces);
+                trace_step(t, name, options, traces);
             });
+        };
+        add("DDP", [&](auto& c) { return data_parallel_trainer(c, plain(), OVERLAPPED); });
+        add("sharded optimizer", [&](auto& c) { return sharded_trainer(c, plain(), ZERO1); });
+        add("FSDP", [&](auto& c) { return fsdp_trainer(c, config, seed); });
+        if (context.precision != PREC_FP16) {  // its step needs a norm first
+            add("FSDP, early AdamW", [&](auto& c) { return fsdp_trainer(c, config, seed, true); });
         }
 
         const string caption = caption_of(options, config, c);
         write_trace(options.trace, traces, caption, c);
         if (c.rank == 0) { print_fsdp_accounting(caption, runs); }
-        if (can_compare(c, {runs.begin(), runs.end()}, false)) {
+        if (can_compare(c, runs, false)) {
             answer_fsdp_accounting(runs, c.world, parameters_of(config),
                                    (int)size_of(weight_dtype()));
         }
@@ -725,7 +725,7 @@ static void answer_leaderboard(const LeaderboardRun& r) {
            "A step of %s on %s takes %.1f ms (mean of %s): %.4g TFLOP/s. The peak is %.4g GiB per "
            "rank.",
            r.name.c_str(), counted(r.world, "rank").c_str(), r.ms.total.mean,
-           counted(r.ms.total.n, "step").c_str(), r.tflops(), mib_of(r.use.peak) / 1024);
+           counted(r.ms.total.n, "step").c_str(), r.tflops(), to_gib(r.use.peak));
 }
 
 // Times the step on these ranks, or in one process, and prints tables and answer.
@@ -754,7 +754,7 @@ static void leaderboard(Options options, const Communicator& c) {
         choose_what_runs_again(options, c.world, room_of_each_rank(c) * 30.0 / 31);
     }
 
-    run_way(run, c, options, trainer_of(options), options.batch_size, [&](Trainer& trainer) {
+    auto see = [&](Trainer& trainer) {
         if (trainer.steps == 1) { run.first_loss = mean_over_ranks(c, trainer.loss); }
         if (trainer.steps > 0) { return; }
         // The head's unit, after the blocks, begins the part head_and_loss.
@@ -763,7 +763,8 @@ static void leaderboard(Options options, const Communicator& c) {
             if (unit == head) { trainer.marks.push_back({&StepTimes::head_and_loss, mark()}); }
             if (gather) { gather(unit); }
         };
-    });
+    };
+    run_way(run, c, options, trainer_of(options), see, options.batch_size);
 
     if (c.rank == 0) {
         print_leaderboard(
@@ -773,7 +774,7 @@ static void leaderboard(Options options, const Communicator& c) {
                     "; causal; a sequence per backward; %.4g FLOP per step without what runs again",
                     run.flops));
     }
-    if (run.oom) { fail("no step ran: each rank needs %.1f GiB", mib_of(run.oom) / 1024); }
+    if (run.oom) { fail_without_step(run); }
     if (c.rank == 0) { answer_leaderboard(run); }
 }
 
