@@ -13,8 +13,10 @@ constexpr double GB = 1e9;  // bytes
 // What ranks tell each other. All ranks have to call these functions.
 
 bool everywhere(const Communicator& c, bool mine) {
-    const vector<char> all = gather<char>(c, {mine});
-    return std::count(all.begin(), all.end(), false) == 0;
+    for (char of_rank : gather<char>(c, {mine})) {
+        if (!of_rank) { return false; }
+    }
+    return true;
 }
 
 double mean_over_ranks(const Communicator& c, double mine) {
@@ -273,14 +275,15 @@ int cmd_communication_accounting(const Options& options) {
         usage_error("--tokens: got %d, takes fewer than %.0f", options.tokens, too_many);
     }
 
+    const double state_gb = 16 * P / GB;  // with gradients and moments
     answer("", "communication_accounting; %s", origin().c_str());
     answer("a",
            "P = 2 D F L = 2 x %g x %g x %g = %.4g parameters take 4 P = %.1f GB in fp32. With "
            "gradients and AdamW's two moments they take 16 P = %.1f GB, the memory of %.1f / %g = "
            "%.2f, so %.0f GPUs. Backward saves 2 L (D + F) = 2 x %g x (%g + %g) = %.4g MB per "
            "token in bf16.",
-           D, F, L, P, 4 * P / GB, 16 * P / GB, 16 * P / GB, GPU_GB, 16 * P / GB / GPU_GB,
-           ceil(16 * P / GB / GPU_GB), L, D, F, per_token / MB);
+           D, F, L, P, 4 * P / GB, state_gb, state_gb, GPU_GB, state_gb / GPU_GB,
+           ceil(state_gb / GPU_GB), L, D, F, per_token / MB);
 
     // the least N with (16 P + A/2) / N + A/2 < a chip's memory
     auto least_devices = [&](double A) {
@@ -419,10 +422,9 @@ int cmd_fsdp_calcs(const Options& o) {
 
 // Answers (a) to (d) for tensor parallelism: backward's steps, FLOPs, communication, devices.
 int cmd_tp_calcs(const Options& options) {
-    const LayerSizes sizes = sizes_of(options);
-    const auto [B, D, F, C, W] = sizes;
+    const auto [B, D, F, C, W] = sizes_of(options);
     const double N = options.devices;
-    const vector<PassCost> costs = tp_costs(sizes, N);
+    const vector<PassCost> costs = tp_costs(sizes_of(options), N);
     const PassCost &backward = costs[0], &forward = costs[1];
     print_setting(options, strprintf("N_TP = %g", N));
     answer("a",
@@ -457,10 +459,9 @@ int cmd_tp_calcs(const Options& options) {
 // Answers (a) to (d) for forward on a grid of FSDP and TP: FLOPs, communication, and how many
 // devices if the axes' communication overlaps (c) or takes turns (d).
 int cmd_fsdp_tp_calcs(const Options& options) {
-    const LayerSizes sizes = sizes_of(options);
-    const auto [B, D, F, C, W] = sizes;
+    const auto [B, D, F, C, W] = sizes_of(options);
     const double N = options.fsdp, M = options.tp;
-    const vector<PassCost> costs = fsdp_tp_costs(sizes, N, M);
+    const vector<PassCost> costs = fsdp_tp_costs(sizes_of(options), N, M);
     const PassCost &fsdp = costs[0], &tp = costs[1], &overlapped = costs[2];
     print_setting(options, strprintf("forward, N_FSDP = %g, N_TP = %g", N, M));
     answer("a",

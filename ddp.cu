@@ -728,16 +728,18 @@ static void answer_ddp_overlap_individual_parameters_benchmarking(const vector<D
 
 // Answers (a) which bucket size is the fastest, and whether others are level with it.
 static void answer_fastest_bucket(const vector<DdpRun>& runs) {
-    auto by_time = [](auto& a, auto& b) { return a.ms.total.mean < b.ms.total.mean; };
-    const auto first = runs.begin() + BUCKETED;
-    const auto fastest = std::min_element(first, runs.end(), by_time);
+    const vector<DdpRun> bucketed(runs.begin() + BUCKETED, runs.end());
+    const DdpRun* fastest = &bucketed[0];
+    for (const DdpRun& run : bucketed) {
+        if (run.ms.total.mean < fastest->ms.total.mean) { fastest = &run; }
+    }
     const Stats& best = fastest->ms.total;
     vector<string> others;
-    for (auto run = first; run != runs.end(); run++) {
-        const Stats& total = run->ms.total;
+    for (const DdpRun& run : bucketed) {
+        const Stats& total = run.ms.total;
         const char* why_level = level(total, best);
-        if (run == fastest || !why_level) { continue; }
-        others.push_back(strprintf("%s (%.2f ms, %s)", run->name.c_str(), total.mean, why_level));
+        if (&run == fastest || !why_level) { continue; }
+        others.push_back(strprintf("%s (%.2f ms, %s)", run.name.c_str(), total.mean, why_level));
     }
 
     answer("a",
@@ -772,16 +774,6 @@ static void answer_large_buckets(const vector<DdpRun>& runs) {
            against(exposed, exposed_of_many, "a tensor per call").c_str());
 }
 
-struct CallCost {  // of an all-reduce of s MB: overhead_ms + s / mb_per_ms
-    double overhead_ms, mb_per_ms;
-};
-// Returns the line through naive's n calls and flat's one, which take n o + s/w and o + s/w.
-static CallCost fit_line(const DdpRun& naive, const DdpRun& flat) {
-    const double flat_ms = flat.ms.communication.mean;
-    const double overhead_ms = (naive.ms.communication.mean - flat_ms) / (naive.calls - 1);
-    return {overhead_ms, flat.mb / (flat_ms - overhead_ms)};
-}
-
 // Answers (a), and (b): the overhead of n_b buckets of s bytes together, at w bytes/s and o for
 // each call, and the best size of a bucket.
 static void answer_ddp_bucketed_benchmarking(const vector<DdpRun>& runs) {
@@ -789,7 +781,8 @@ static void answer_ddp_bucketed_benchmarking(const vector<DdpRun>& runs) {
     answer_fastest_bucket(runs);
     answer_large_buckets(runs);
 
-    const double flat_ms = flat.ms.communication.mean, backward = runs[NO_SYNC].ms.backward.mean;
+    const double flat_ms = flat.ms.communication.mean, naive_ms = naive.ms.communication.mean;
+    const double backward = runs[NO_SYNC].ms.backward.mean;
     answer("a",
            "The model in (b) assumes that backward takes as long as communication. Here flat's "
            "all-reduce (%.2f ms) takes %.2f times as long as backward (%.2f ms).",
@@ -800,8 +793,9 @@ static void answer_ddp_bucketed_benchmarking(const vector<DdpRun>& runs) {
            "s/(n_b w) + n_b o. It is least, 2 sqrt(s o/w), for n_b = sqrt(s/(o w)), so the best "
            "bucket has s/n_b = sqrt(s o w) bytes.");
 
-    const auto [o, w] = fit_line(naive, flat);
+    // Naive's n calls take n o + s/w, in ms for s in MB, and flat's one takes o + s/w.
     const double s = flat.mb, n = naive.calls;
+    const double o = (naive_ms - flat_ms) / (n - 1), w = s / (flat_ms - o);
     if (o > 0 && o < flat_ms) {
         const double best = std::min(s, sqrt(s * o * w));  // at least one bucket
         answer("b",
@@ -813,7 +807,7 @@ static void answer_ddp_bucketed_benchmarking(const vector<DdpRun>& runs) {
         answer(
             "b",
             "Naive's %.0f calls (%.2f ms) and flat's one (%.2f ms) do not give an o and a w here.",
-            n, naive.ms.communication.mean, flat_ms);
+            n, naive_ms, flat_ms);
     }
 }
 

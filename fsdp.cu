@@ -554,9 +554,11 @@ static void print_fsdp_accounting(const string& caption, const vector<FsdpRun>& 
 // should save `saved` bytes of weights, as many of gradients, and `moments` of AdamW's state.
 static string causes(const MemoryUse& other, const MemoryUse& fsdp, double saved, double moments) {
     std::multimap<double, string> parts;
-    for (Category category : {PARAMETERS, GRADIENTS, OPTIMIZER, WEIGHT_COPIES, ACTIVATIONS}) {
-        double expected = category == OPTIMIZER ? moments : 0;
-        if (category == PARAMETERS || category == GRADIENTS) { expected = saved; }
+    for (auto [category, expected] : {pair(PARAMETERS, saved),
+                                      {GRADIENTS, saved},
+                                      {OPTIMIZER, moments},
+                                      {WEIGHT_COPIES, 0.0},
+                                      {ACTIVATIONS, 0.0}}) {
         const double mib =
             mib_of((double)fsdp.peak_by[category] - (double)other.peak_by[category] + expected);
         if (fabs(mib) >= 0.05) {
