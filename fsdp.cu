@@ -42,14 +42,18 @@ struct Fsdp {
     vector<FsdpUnit> units;
     // the own part of each unit, then the replicated weights
     ParameterGroup shard;
-    map<string, int64_t> replicated_at;  // by name: its first element there
-    int64_t replicated = 0;              // where those begin
-    Tensor replicated_gradients;         // the norms' gradients of this backward
-    Tensor replicated_sum;        // their averages, added up since the last step; null: none yet
-    int in_buffer[2] = {-1, -1};  // the unit whose weights each buffer has
+    int64_t replicated = 0;         // where those begin
+    Tensor norms;                   // all of them, a view
+    map<string, int64_t> norms_at;  // by name: its first element in `norms`
+    Tensor norm_gradients;          // of this backward
+    Tensor norm_sum;                // their averages, added up since the last step; null: none yet
+    int in_buffer[2] = {-1, -1};    // the unit whose weights each buffer has
     WorkPtr gathers[2];
-    vector<FsdpWait> waits;          // of this step
-    bool steps_in_backward = false;  // see begin_fsdp_step
+    vector<FsdpWait> waits;  // of this step
+    // Each unit takes its AdamW step as soon as its gradient is an average, and its gradient is not
+    // kept. That is for steps of one backward whose gradients need no norm first, for clipping or
+    // for fp16's loss scale. fsdp_optimizer_step still follows: it steps the RMSNorms' weights.
+    bool steps_in_backward = false;
     // The unit that backward has come to; in forward, the number of units. start_reduce has run for
     // every unit above it.
     int reached = 0;
@@ -61,15 +65,16 @@ static Tensor own_part(const Fsdp& f, const FsdpUnit& unit, const Tensor& whole)
     return view(whole, f.c.rank * unit.part, {unit.part});
 }
 
-// Returns the units, with the range of the model's arena that each one's parameters cover.
+// Returns the units, with the range of the model's arena that each one's parameters cover. They
+// stand there in the order of their offsets.
 static vector<FsdpUnit> units_from(const vector<Parameter>& parameters) {
     vector<FsdpUnit> units;
     for (const Parameter& parameter : parameters) {
         if (parameter.unit == NORMS) { continue; }
         if (parameter.unit >= (int)units.size()) { units.resize(parameter.unit + 1); }
         FsdpUnit& unit = units[parameter.unit];
-        unit.begin = unit.end == 0 ? parameter.offset : std::min(unit.begin, parameter.offset);
-        unit.end = std::max(unit.end, parameter.offset + count(parameter.shape));
+        if (unit.end == 0) { unit.begin = parameter.offset; }
+        unit.end = parameter.offset + count(parameter.shape);
     }
     return units;
 }
@@ -78,55 +83,56 @@ static vector<FsdpUnit> units_from(const vector<Parameter>& parameters) {
 // weight_dtype(). If that is fp32, weights are sent and computed with in compute_dtype. Unit 0, the
 // embedding, stays fp32 even then: it is a look-up only, as under autocast. Gradients have the
 // shard's dtype.
-static std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const vector<Parameter>& parameters,
-                                         DType compute_dtype) {
-    auto made = std::make_unique<Fsdp>();
-    Fsdp& fsdp = *made;
-    fsdp.c = c;
-    fsdp.parameters = parameters;
-    fsdp.units = units_from(parameters);
-    fsdp.reached = (int)fsdp.units.size();
+static shared_ptr<Fsdp> fully_shard(const Communicator& c, const vector<Parameter>& parameters,
+                                    DType compute_dtype) {
+    auto fsdp = make_shared<Fsdp>();
+    fsdp->c = c;
+    fsdp->parameters = parameters;
+    fsdp->units = units_from(parameters);
+    fsdp->reached = (int)fsdp->units.size();
 
     // The shard: the own parts, then the norms.
-    for (FsdpUnit& unit : fsdp.units) {
+    for (FsdpUnit& unit : fsdp->units) {
         unit.part = aligned((unit.end - unit.begin + c.world - 1) / c.world);
-        unit.offset = fsdp.replicated;
-        fsdp.replicated += unit.part;
+        unit.offset = fsdp->replicated;
+        fsdp->replicated += unit.part;
     }
-    int64_t end = fsdp.replicated;
+    int64_t end = 0;  // of the norms
     for (const Parameter& parameter : parameters) {
         if (parameter.unit != NORMS) { continue; }
-        fsdp.replicated_at[parameter.name] = end;
+        fsdp->norms_at[parameter.name] = end;
         end = aligned(end + count(parameter.shape));
     }
     const DType kept = weight_dtype();
-    allocate_shared(c, [&] { fsdp.shard.weights = zeros({end}, kept, PARAMETERS); });
-    for (FsdpUnit& unit : fsdp.units) {
-        unit.own = view(fsdp.shard.weights, unit.offset, {unit.part});
+    allocate_shared(c, [&] {
+        fsdp->shard.weights = zeros({fsdp->replicated + end}, kept, PARAMETERS);
+    });
+    for (FsdpUnit& unit : fsdp->units) {
+        unit.own = view(fsdp->shard.weights, unit.offset, {unit.part});
     }
-    fsdp.replicated_gradients = zeros({end - fsdp.replicated}, kept, GRADIENTS);
+    fsdp->norms = view(fsdp->shard.weights, fsdp->replicated, {end});
+    fsdp->norm_gradients = zeros({end}, kept, GRADIENTS);
 
     // The buffers: each as large as the largest of its units.
     auto dtype_of = [&](size_t unit) { return unit == 0 || kept != F32 ? kept : compute_dtype; };
     for (size_t buffer = 0; buffer < 2; buffer++) {
-        int64_t weight_bytes = 0, gradient_bytes = 0;
-        for (size_t i = buffer; i < fsdp.units.size(); i += 2) {
-            const int64_t n = c.world * fsdp.units[i].part;
+        int64_t most = 0, weight_bytes = 0;  // most: elements of a unit
+        for (size_t i = buffer; i < fsdp->units.size(); i += 2) {
+            const int64_t n = c.world * fsdp->units[i].part;
+            most = std::max(most, n);
             weight_bytes = std::max<int64_t>(weight_bytes, n * size_of(dtype_of(i)));
-            gradient_bytes = std::max<int64_t>(gradient_bytes, n * size_of(kept));
         }
-        Tensor weights, gradients = empty({gradient_bytes}, U8, GRADIENTS);
+        Tensor weights, gradients = empty({most}, kept, GRADIENTS);
         allocate_shared(c, [&] { weights = empty({weight_bytes}, U8, WEIGHT_COPIES); });
-        for (size_t i = buffer; i < fsdp.units.size(); i += 2) {
-            FsdpUnit& unit = fsdp.units[i];
+        for (size_t i = buffer; i < fsdp->units.size(); i += 2) {
+            FsdpUnit& unit = fsdp->units[i];
+            unit.gradients = view(gradients, 0, {c.world * unit.part});
             unit.weights = weights;
             unit.weights.dtype = dtype_of(i);
-            unit.gradients = gradients;
-            unit.gradients.dtype = kept;
-            unit.weights.shape = unit.gradients.shape = {c.world * unit.part};
+            unit.weights.shape = unit.gradients.shape;
         }
     }
-    return made;
+    return fsdp;
 }
 
 // Returns parameter p's tensor (see Place): in its unit's buffer or, a norm, in the shard.
@@ -134,9 +140,9 @@ static Tensor place(Fsdp& fsdp, const Parameter& parameter, const Shape& shape) 
     Tensor whole, gradients;
     int64_t at;
     if (parameter.unit == NORMS) {
-        whole = view(fsdp.shard.weights, fsdp.replicated, fsdp.replicated_gradients.shape);
-        gradients = fsdp.replicated_gradients;
-        at = fsdp.replicated_at.at(parameter.name) - fsdp.replicated;
+        whole = fsdp.norms;
+        gradients = fsdp.norm_gradients;
+        at = fsdp.norms_at.at(parameter.name);
     } else {
         const FsdpUnit& unit = fsdp.units[parameter.unit];
         whole = unit.weights;
@@ -260,7 +266,7 @@ static void pre_backward(Fsdp& f, int i) {
 
 static void add_hooks(Model& model, Fsdp& f) {  // to a model that has been placed
     model.weights = f.shard.weights;
-    model.gradients = f.replicated_gradients;  // it is not null: so slots keep their gradients
+    model.gradients = f.norm_gradients;  // it is not null: so slots keep their gradients
     model.pre_forward = [&f](int unit) { pre_forward(f, unit); };
     model.pre_backward = [&f](int unit) { pre_backward(f, unit); };
 }
@@ -279,22 +285,10 @@ static Model sharded_model(const ModelConfig& config, Fsdp& f) {
 
 // the weights have changed
 static void forget_gathered(Fsdp& f) { f.in_buffer[0] = f.in_buffer[1] = -1; }
-static void drop_gradients(Fsdp& f) {
-    for (FsdpUnit& unit : f.units) { unit.gradient = Tensor(); }
-    f.replicated_sum = Tensor();
-}
 
-// Forgets the last step's gradients and gathered weights, which have changed since.
-// steps_in_backward: each unit takes its AdamW step as soon as its gradient is an average, and
-// its gradient is not kept. That is for steps of one backward whose gradients need no norm first,
-// for clipping or for fp16's loss scale. fsdp_optimizer_step still follows: it steps the
-// RMSNorms' weights.
-static void begin_fsdp_step(Fsdp& f, bool steps_in_backward = false) {
+static void begin_fsdp_step(Fsdp& f) {
     f.waits.clear();
-    drop_gradients(f);
-    forget_gathered(f);
-    f.steps_in_backward = steps_in_backward;
-    if (steps_in_backward) { begin_adamw_step(f.shard, f.shard.weights); }
+    if (f.steps_in_backward) { begin_adamw_step(f.shard, f.shard.weights); }
 }
 
 // Ends each backward: the own gradients then are averages, or sums of averages.
@@ -304,14 +298,11 @@ static void finish_backward(Fsdp& fsdp) {
     finish_reduce(fsdp);
     fsdp.reached = (int)fsdp.units.size();
 
-    const Tensor& gradients = fsdp.replicated_gradients;
-    if (gradients.size() == 0) { return; }
+    const Tensor& gradients = fsdp.norm_gradients;
     wait_for(fsdp, NORMS, all_reduce(fsdp.c, gradients, AVERAGE));
-    const bool is_first = !fsdp.replicated_sum;
-    if (is_first) {
-        fsdp.replicated_sum = empty(gradients.shape, fsdp.shard.weights.dtype, GRADIENTS);
-    }
-    copy_or_add(fsdp.replicated_sum, gradients, !is_first);
+    const bool is_first = !fsdp.norm_sum;
+    if (is_first) { fsdp.norm_sum = empty(gradients.shape, gradients.dtype, GRADIENTS); }
+    copy_or_add(fsdp.norm_sum, gradients, !is_first);
     fill_zero(gradients);  // the next loss may not depend on all of them
 }
 
@@ -321,16 +312,17 @@ static vector<FlatGradient> gradients_of(const Fsdp& f) {
     for (const FsdpUnit& unit : f.units) {
         if (unit.gradient) { all.push_back({unit.gradient, unit.offset}); }
     }
-    if (f.replicated_sum) { all.push_back({f.replicated_sum, f.replicated}); }
+    all.push_back({f.norm_sum, f.replicated});
     return all;
 }
 static double sharded_norm(const Fsdp& f) {
     vector<FlatGradient> gradients = gradients_of(f);
-    if (f.c.rank > 0 && f.replicated_sum) { gradients.pop_back(); }  // they count once
+    if (f.c.rank > 0) { gradients.pop_back(); }  // the norms' count once
     return norm_over_ranks(f.c, square_sum(gradients));
 }
 
-// Steps what backward has not stepped, and returns the norm, as optimizer_step does.
+// Steps what backward has not stepped, and returns the norm, as optimizer_step does. Then neither
+// the gradients nor the gathered weights are of use any more.
 static double fsdp_optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm) {
     auto step = [&](float gradient_scale) {
         if (!f.steps_in_backward) { begin_adamw_step(f.shard, f.shard.weights); }
@@ -338,7 +330,8 @@ static double fsdp_optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm) 
     };
     const double norm = guarded_step(
         scaler, max_norm, [&] { return sharded_norm(f); }, step);
-    drop_gradients(f);
+    for (FsdpUnit& unit : f.units) { unit.gradient = Tensor(); }
+    f.norm_sum = Tensor();
     forget_gathered(f);
     return norm;
 }
@@ -352,8 +345,7 @@ static void visit_whole(Fsdp& fsdp, bool write,
                         const function<void(const Parameter&, const Tensor& whole)>& see) {
     for (const Parameter& parameter : fsdp.parameters) {
         if (parameter.unit != NORMS) { continue; }
-        see(parameter,
-            view(fsdp.shard.weights, fsdp.replicated_at.at(parameter.name), parameter.shape));
+        see(parameter, view(fsdp.norms, fsdp.norms_at.at(parameter.name), parameter.shape));
     }
     for (int i = 0; i < (int)fsdp.units.size(); i++) {
         FsdpUnit& unit = fsdp.units[i];
@@ -370,21 +362,10 @@ static void visit_whole(Fsdp& fsdp, bool write,
     }
     if (write) { forget_gathered(fsdp); }
 }
-static void init_shards(Fsdp& f, uint64_t seed) {
-    visit_whole(f, true,
-                [&](const Parameter& p, const Tensor& whole) { init_weight(whole, p.name, seed); });
-}
 // Lets fast/ keep this rank's parts in a form that a gather sends without a cast.
 static void keep_parts(Fsdp& f) {
     if (!fast_ways.keep_part) { return; }
     for (FsdpUnit& unit : f.units) { fast_ways.keep_part(unit.own, unit.weights.dtype); }
-}
-
-// Returns the part of the last step in which `time` lies: the last one that had begun by then.
-static StepPart part_at(const Trainer& trainer, const Mark& time) {
-    size_t i = trainer.marks.size() - 2;  // the last mark is the step's end
-    while (i > 0 && ms_of(time, trainer.marks[i].at) < 0) { i--; }
-    return trainer.marks[i].part;
 }
 
 // Returns a trainer whose model, made from seed, is sharded over the ranks.
@@ -395,21 +376,26 @@ static Trainer fsdp_trainer(const Communicator& c, const ModelConfig& config, ui
     trainer.f = fully_shard(c, lay_out_model(config).parameters, matmul_dtype());
     Fsdp& fsdp = *trainer.f;
     trainer.model = sharded_model(config, fsdp);
-    init_shards(fsdp, seed);
+    visit_whole(fsdp, true,
+                [&](const Parameter& p, const Tensor& whole) { init_weight(whole, p.name, seed); });
     fsdp.shard.adamw = adamw;
+    fsdp.steps_in_backward = steps_in_backward;
     keep_parts(fsdp);
 
     trainer.sums_gradients = true;
-    trainer.before_step = [&fsdp, steps_in_backward] { begin_fsdp_step(fsdp, steps_in_backward); };
+    trainer.before_step = [&fsdp] { begin_fsdp_step(fsdp); };
     trainer.after_backward = [&fsdp] { finish_backward(fsdp); };
     trainer.step_optimizer = [&fsdp](Trainer& t) {
         return fsdp_optimizer_step(fsdp, t.scaler, t.max_norm);
     };
-    // A wait lies inside some part of the step: its time moves from there to `exposed`.
+    // A wait lies inside some part of the step, the last one that had begun by then: its time moves
+    // from there to `exposed`.
     trainer.add_communication = [&fsdp](const Trainer& t, StepTimes& times) {
         for (const FsdpWait& stall : fsdp.waits) {
+            size_t i = t.marks.size() - 2;  // the last mark is the step's end
+            while (i > 0 && ms_of(stall.asked, t.marks[i].at) < 0) { i--; }
             const double waited = ms_of(stall.got, stall.asked);
-            times.*part_at(t, stall.asked) -= waited;
+            times.*t.marks[i].part -= waited;
             times.exposed += waited;
         }
     };
@@ -476,8 +462,7 @@ static WeightsCheck check_case(const Communicator& c, const FsdpCase& tried, uin
                     atol);
         });
     }
-    const Tensor norms = view(fsdp.shard.weights, fsdp.replicated, fsdp.replicated_gradients.shape);
-    check.match = same_bits_everywhere(c, norms) && check.match;
+    check.match = same_bits_everywhere(c, fsdp.norms) && check.match;
     return check;
 }
 

@@ -113,7 +113,7 @@ TEST_CASE("fsdp: the ranks' equal parts hold all of a unit") {
 }
 
 static const ModelConfig small = {"small", 32, 48, 4, 2, 50};
-static std::unique_ptr<Fsdp> shards_of(const Communicator& c) {
+static shared_ptr<Fsdp> shards_of(const Communicator& c) {
     return fully_shard(c, lay_out_model(small).parameters, F32);
 }
 static Tensor step_of(Model& model, Fsdp& f, int rank) {
@@ -231,7 +231,8 @@ static void check_form(const Communicator& c) {
         context.precision = precision;
         auto f = fully_shard(c, lay_out_model(small).parameters, matmul_dtype());
         Model model = sharded_model(small, *f);
-        init_shards(*f, 1);
+        visit_whole(*f, true,
+                    [](const Parameter& p, const Tensor& w) { init_weight(w, p.name, 1); });
         auto read = [&] {
             std::map<string, vector<float>> all;
             visit_whole(*f, false,
@@ -293,13 +294,15 @@ static void check_steps_in_backward(const Communicator& c) {
         for (bool in_backward : {false, true}) {
             auto f = fully_shard(c, lay_out_model(small).parameters, matmul_dtype());
             Model model = sharded_model(small, *f);
-            init_shards(*f, 1);
+            visit_whole(*f, true,
+                        [](const Parameter& p, const Tensor& w) { init_weight(w, p.name, 1); });
             keep_parts(*f);
+            f->steps_in_backward = in_backward;
             LossScaler scaler;
             vector<float> all;
             for (int step = 0; step < 3; step++) {
                 if (step == 1) { reset_peak(context.device); }
-                begin_fsdp_step(*f, in_backward);
+                begin_fsdp_step(*f);
                 all.push_back(
                     to_floats(forward_backward(model, random_batch(2, 8, 50, c.rank), 1))[0]);
                 finish_backward(*f);
@@ -461,6 +464,7 @@ static void check_pure_bf16_sharded(const Communicator& c) {
             const Tensor weights = f->shard.weights;
             auto put = [&](const Tensor& t) {
                 f->shard.weights = t;
+                f->norms = view(t, f->replicated, f->norms.shape);
                 for (FsdpUnit& u : f->units) { u.own = view(t, u.offset, {u.part}); }
             };
             put(flat);
@@ -488,7 +492,7 @@ static void check_pure_bf16_sharded(const Communicator& c) {
                 for (const FsdpUnit& u : f->units) {
                     copy(view(flat, u.offset, {u.part}), u.gradient);
                 }
-                copy(view(flat, f->replicated, f->replicated_sum.shape), f->replicated_sum);
+                copy(view(flat, f->replicated, f->norm_sum.shape), f->norm_sum);
                 gradients = by_name(flat);
             }
             fsdp_optimizer_step(*f, scaler, 0);
