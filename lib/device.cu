@@ -734,18 +734,15 @@ static void take_end_signal(int number) {
     end_signal = number;
     signal(number, SIG_DFL);  // the second one ends us at once
 }
-static void on_end_signals(sighandler_t answer) {
+void catch_end_signals(bool caught) {
+    end_signal = 0;
     for (int number : {SIGINT, SIGTERM, SIGHUP}) {
         // A signal that was ignored stays so: nohup wants it.
-        if (signal(number, answer) == SIG_IGN) { signal(number, SIG_IGN); }
+        const sighandler_t before = signal(number, caught ? take_end_signal : SIG_DFL);
+        if (before == SIG_IGN) { signal(number, SIG_IGN); }
     }
 }
-EndSignals::EndSignals() {
-    end_signal = 0;
-    on_end_signals(take_end_signal);
-}
-EndSignals::~EndSignals() { on_end_signals(SIG_DFL); }
-int EndSignals::seen() { return end_signal; }
+int end_signal_seen() { return end_signal; }
 
 // -------------------------------------------------------------------------------------------------
 // Files

@@ -289,13 +289,10 @@ vector<double> time_ms(int warmup, int n, const function<void()>& f);
 vector<double> time_queued_ms(int warmup, int n, const function<void()>& prepare,
                               const function<void()>& f);
 
-// While one lives, the first SIGINT, SIGTERM or SIGHUP does not end the program: the work looks at
-// seen() now and then, and ends in order. A second one ends it at once.
-struct EndSignals {
-    EndSignals();
-    ~EndSignals();
-    static int seen();  // the signal's number; 0: none came
-};
+// While they are caught, the first SIGINT, SIGTERM or SIGHUP does not end the program: the work
+// looks at end_signal_seen() now and then, and ends in order. A second one ends it at once.
+void catch_end_signals(bool caught);
+int end_signal_seen();  // the signal's number; 0: none came
 // Replaces a file as a whole: `write` fills a temporary one beside it, which then takes its name.
 // If that fails, or we are killed, the old file stays. `write` returns false, with errno, if it
 // failed. Null only finds out whether the file could be written.

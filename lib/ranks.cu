@@ -172,7 +172,7 @@ int launch_ranks(int n, const vector<string>& arguments, double timeout_s) {
     }
 
     fflush(nullptr);
-    EndSignals noted;
+    catch_end_signals(true);
     vector<LaunchedRank> ranks;
     for (int r = 0; r < n; r++) { ranks.push_back({start_rank(r, n, arguments)}); }
 
@@ -190,7 +190,7 @@ int launch_ranks(int n, const vector<string>& arguments, double timeout_s) {
     double last = now_ms();
     for (int left = n; left > 0; usleep(5000)) {
         // main() then ends by this signal itself.
-        if (const int number = EndSignals::seen()) { end_all(128 + number, ""); }
+        if (const int number = end_signal_seen()) { end_all(128 + number, ""); }
         const double tick = tick_ms(&last);
         left = 0;
         for (int r = 0; r < n; r++) {
@@ -201,6 +201,7 @@ int launch_ranks(int n, const vector<string>& arguments, double timeout_s) {
             if (ranks[r].pid) { left++; }
         }
     }
+    catch_end_signals(false);
     remove_folder_of_ranks();
     return exit_code;
 }

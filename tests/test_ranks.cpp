@@ -452,7 +452,7 @@ TEST_CASE(
 TEST_CASE("ranks: the second Ctrl-C ends at once") {
     const pid_t pid = fork();
     if (pid == 0) {
-        EndSignals noted;
+        catch_end_signals(true);
         while (true) { pause(); }
     }
     usleep(100000);
