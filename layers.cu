@@ -534,8 +534,10 @@ static void swiglu_backward(const Tensor& dh, const Tensor& dg, const Tensor& h)
         for_each(dg.device(), dg.size() / F, F, f);
     });
 }
-// Returns g, of `shape`, from h [..,2F].
-static Tensor swiglu_forward(const Tensor& h, const Shape& shape) {
+// Returns g [..,F] from h [..,2F].
+static Tensor swiglu_forward(const Tensor& h) {
+    Shape shape = h.shape;
+    shape.back() /= 2;
     Tensor g = empty(shape, h.dtype);
     ops().swiglu(g, h);
     return g;
@@ -552,17 +554,15 @@ Tensor swiglu(const Layer& layer, const Tensor& y) {
 
     Tensor h = linear(y, layer.w13);
     Range r("swiglu");
-    Shape shape = y.shape;
-    shape.back() = layer.w1.dim(0);
-    Tensor g = swiglu_forward(h, shape);
+    Tensor g = swiglu_forward(h);
     record(g, {h}, [h](const Tensor& dg) {
         Tensor dh = empty(h.shape, h.dtype);
         ops().swiglu_backward(dh, contiguous(dg), h);
         add_gradient(h.gradient, dh);
     });
-    recompute_by(g, [shape, h = detached(h)] {
+    recompute_by(g, [h = detached(h)] {
         Range range("swiglu");
-        return swiglu_forward(h, shape);
+        return swiglu_forward(h);
     });
     return g;
 }
