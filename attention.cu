@@ -403,14 +403,13 @@ static void softmax_backward_cpu(T* dP, const T* P, int64_t N, int Tq, int Tk, b
 constexpr int ROW_THREADS = 256;  // of a block of the kernels with a warp per row: 8 rows
 
 // Does what softmax_cpu does, with a warp per row: neighbouring lanes read neighbouring columns,
-// and a short row's second pass finds it in L1. Without the macro LAUNCH, which adds a check, the
-// call below is
+// and a short row's second pass finds it in L1. The macro RUN, below, calls it on a GPU:
 //   softmax_kernel<<<ceil_div(N * WARP, ROW_THREADS), ROW_THREADS, 0, stream()>>>(S, L, N, Tq, Tk,
 //                                                                                 causal);
 // that is so many blocks of 256 threads, no dynamic shared memory, in the compute stream.
 template <class T>
-__global__ void softmax_kernel(T* S,      // [N,Tk]
-                               float* L,  // [N], or null
+__global__ void softmax_kernel(T* S,        // [N,Tk]
+                               Wide<T>* L,  // [N], or null
                                int64_t N, int Tq, int Tk, bool causal) {
     int64_t n = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / WARP;
     int lane = threadIdx.x % WARP;
@@ -465,27 +464,14 @@ static void softmax_in_place(const Tensor& x, const Tensor& L, const Tensor& P, 
     const int Tq = (int)x.dim(-2), Tk = (int)x.dim(-1);
     const int64_t N = x.size() / Tk;
     if (x.device() == META) { return; }
-#ifdef __CUDACC__
-    if (x.device() == CUDA) {
-        return with_gpu_type(x.dtype, [&](auto zero) {
-            using T = decltype(zero);
-            const int blocks = ceil_div(N * WARP, ROW_THREADS);
-            if (P) {
-                LAUNCH(softmax_backward_kernel, blocks, ROW_THREADS, x.as<T>(), P.as<T>(), N, Tq,
-                       Tk, causal);
-            } else {
-                LAUNCH(softmax_kernel, blocks, ROW_THREADS, x.as<T>(), L.as<float>(), N, Tq, Tk,
-                       causal);
-            }
-        });
-    }
-#endif
+
     with_type(x.dtype, [&](auto zero) {
-        using T = decltype(zero);
         if (P) {
-            softmax_backward_cpu(x.as<T>(), P.as<T>(), N, Tq, Tk, causal);
+            RUN(softmax_backward, x.device(), ceil_div(N * WARP, ROW_THREADS), x.as(zero),
+                P.as(zero), N, Tq, Tk, causal);
         } else {
-            softmax_cpu(x.as<T>(), L.as<Wide<T>>(), N, Tq, Tk, causal);
+            RUN(softmax, x.device(), ceil_div(N * WARP, ROW_THREADS), x.as(zero), L.as(+zero), N,
+                Tq, Tk, causal);
         }
     });
 }
@@ -654,15 +640,8 @@ struct WeightedSum {
 
 // Writes y, on the device of the tensors.
 static void weighted_sum_forward(const WeightedSum& t) {
-    const int64_t N = t.N, D = t.D;
-#ifdef __CUDACC__
-    if (t.x.device() == CUDA) {
-        LAUNCH(weighted_sum_kernel, ceil_div(N * WARP, ROW_THREADS), ROW_THREADS, t.y.as<float>(),
-               t.x.as<float>(), t.w.as<float>(), N, D);
-        return;
-    }
-#endif
-    weighted_sum_cpu(t.y.as<float>(), t.x.as<float>(), t.w.as<float>(), N, D);
+    RUN(weighted_sum, t.x.device(), ceil_div(t.N * WARP, ROW_THREADS), t.y.as<float>(),
+        t.x.as<float>(), t.w.as<float>(), t.N, t.D);
 }
 
 // Writes dx and dw, likewise. On a GPU it cuts the rows into as many chunks as keep the chip busy

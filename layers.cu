@@ -20,7 +20,8 @@
 //
 // A tensor knows its type at run time, a kernel has to know it at compile time. Each fused op
 // therefore calls with_types() with a function that is compiled for every pair of types, and
-// with_types() runs the one that fits its tensors. In fp32 the whole call
+// with_types() runs the one that fits its tensors. RUN (lib/gpu.h) then chooses between loop and
+// kernel. In fp32 the whole call
 //   with_types(y, x, [&](auto zero, auto x_zero) {
 //       RUN(op, x.device(), N, y.as(zero), x.as(x_zero), N, C);
 //   });
@@ -45,16 +46,6 @@ static void with_types(const Tensor& t, const Tensor& x, Fn f) {
         f(zero, +zero);
     });
 }
-
-// Runs op_cpu(arguments), or op_kernel with the same arguments and so many blocks.
-#define RUN(op, device, blocks, ...)                               \
-    do {                                                           \
-        if (device == CPU) {                                       \
-            op##_cpu(__VA_ARGS__);                                 \
-        } else {                                                   \
-            LAUNCH(op##_kernel, blocks, ROW_THREADS, __VA_ARGS__); \
-        }                                                          \
-    } while (0)
 
 // The ops that fast/ may replace; the table stands before cross-entropy.
 static const LayerOps& ops();

@@ -189,3 +189,14 @@ __device__ void mma(float (&upper)[2], float (&lower)[2], const uint32_t (&a)[4]
 // Without nvcc there is no CUDA tensor, so nothing ever comes to a launch.
 #define LAUNCH(...) fail("this build is for the CPU only")
 #endif
+
+// Runs op_cpu(arguments), or op_kernel with the same arguments, so many blocks, and the file's
+// ROW_THREADS in each.
+#define RUN(op, device, blocks, ...)                               \
+    do {                                                           \
+        if (device == CPU) {                                       \
+            op##_cpu(__VA_ARGS__);                                 \
+        } else {                                                   \
+            LAUNCH(op##_kernel, blocks, ROW_THREADS, __VA_ARGS__); \
+        }                                                          \
+    } while (0)
