@@ -176,8 +176,8 @@ static void step_parameter_groups(Optimizer& optimizer, float gradient_scale) {
         const int64_t n = group.weights.size() / c.world, begin = c.rank * n;
         const Tensor own = view(group.weights, begin, {n});
         begin_adamw_step(group, own);
-        adamw_update(own, {{view(group.gradients, begin, {n}), 0}}, group.m, group.v, group.adamw,
-                     group.step, gradient_scale);
+        adamw_update(own, {{view(group.gradients, begin, {n}), 0}}, group.m, group.v,
+                     scalars_of(group.adamw, group.step, gradient_scale));
 
         if (sharding == ZERO1) { wait(c, all_gather(c, group.weights)); }
         if (sharding == BROADCAST) {

@@ -30,13 +30,13 @@ struct FlatGradient {
 };
 // Returns the sum of the squares of all gradients. Waits for the device.
 double square_sum(const vector<FlatGradient>& gradients);
-// Steps the weights that have these gradients, by the fastest way that is there. p is the arena of
-// the weights, m and v are those of the moments.
-void adamw_update(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
-                  const Tensor& v, const AdamW& a, int t, float gradient_scale = 1);
+// Steps the weights that have these gradients, outside the tape. p is the arena of the weights, m
+// and v are those of the moments.
 using AdamWUpdate = void(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
                          const Tensor& v, AdamWScalars s);
-AdamWUpdate adamw_plain;  // the plain loop, or on the GPU the plain kernel
+AdamWUpdate adamw_eager;   // op by op
+AdamWUpdate adamw_plain;   // the plain loop, or on the GPU the plain kernel
+AdamWUpdate adamw_update;  // the fastest way that is there
 
 // -------------------------------------------------------------------------------------------------
 // The tables

@@ -212,8 +212,8 @@ static void zero_the_rest(FsdpUnit& unit) {
 static void step_shard(Fsdp& fsdp, const vector<FlatGradient>& gradients, float gradient_scale) {
     NoGrad no_grad;
     ParameterGroup& group = fsdp.shard;
-    adamw_update(group.weights, gradients, group.m, group.v, group.adamw, group.step,
-                 gradient_scale);
+    adamw_update(group.weights, gradients, group.m, group.v,
+                 scalars_of(group.adamw, group.step, gradient_scale));
 }
 
 // With steps_in_backward, AdamW takes a unit's step when its gradient is an average: in

@@ -315,9 +315,7 @@ Tensor forward_to_loss(Model& model, const Batch& batch) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// AdamW's step. An optimizer that is written op by op, as the first assignment's, has 13 kernels
-// for every parameter tensor, and so has mode eager. The other modes have one kernel, the op of
-// layers.cu.
+// AdamW's step. Its rule, the form of mode eager and the fused one stand at the end of layers.cu.
 
 // Returns the gradients as backward left them: outside mode eager a joined weight's slot has the
 // gradient, and not the slots of its parts.
@@ -334,36 +332,12 @@ double gradient_norm(const Model& model) {
     return sqrt(square_sum(flat_gradients(model)));
 }
 
-// Takes AdamW's step op by op, on each parameter p with its gradient g and its moments m and v. The
-// weights decay first, as in PyTorch.
-static void adamw_eager(const Model& model, AdamWScalars s) {
-    Range range("optimizer");
-    for (const Parameter& parameter : model.parameters) {
-        Tensor p = parameter.weight, g = p.gradient->value;
-        Tensor m = view(model.m, parameter.offset, p.shape);
-        Tensor v = view(model.v, parameter.offset, p.shape);
-        if (s.gradient_scale != 1) { g = scale(g, s.gradient_scale); }
-
-        scale_in_place(p, s.decay);
-        // m = beta1 m + (1 - beta1) g
-        scale_in_place(m, s.beta1);
-        copy_or_add(m, scale(g, 1 - s.beta1), true);
-        // v = beta2 v + (1 - beta2) g^2
-        scale_in_place(v, s.beta2);
-        copy_or_add(v, scale(square(g), 1 - s.beta2), true);
-        // p = p - step_size m / (sqrt(v) + eps)
-        copy_or_add(p, scale(div(m, add_scalar(sqrt(v), s.eps)), -s.step_size), true);
-    }
-}
 // Takes AdamW's next step with gradient_scale times the gradients.
 static void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1) {
     NoGrad no_grad;
-    const int t = ++model.step;
-    if (context.mode == EAGER) {
-        adamw_eager(model, scalars_of(a, t, gradient_scale));
-    } else {
-        adamw_update(model.weights, flat_gradients(model), model.m, model.v, a, t, gradient_scale);
-    }
+    AdamWUpdate* update = context.mode == EAGER ? adamw_eager : adamw_update;
+    update(model.weights, flat_gradients(model), model.m, model.v,
+           scalars_of(a, ++model.step, gradient_scale));
 }
 
 // -------------------------------------------------------------------------------------------------

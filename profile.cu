@@ -19,7 +19,7 @@ using Json = nlohmann::json;
 //   "softmax"                    attention.cu, both by its definition and fused
 //   "rope", "swiglu", "rmsnorm"  layers.cu
 //   "layer"                      model.cu, around a block
-//   "optimizer"                  model.cu and layers.cu: AdamW
+//   "optimizer"                  layers.cu, around AdamW
 //   "step", "forward"            profile_phase below; model.cu. Paths lose them, where they begin
 //   with them.
 // Whoever renames a range renames it here, too: else its share of the time becomes 0 % (a test of
