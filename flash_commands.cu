@@ -413,9 +413,7 @@ static Tensor from_file(const FileTensor& f, const string& path) {
     if (count(shape) == 0) {
         fail("%s: a tensor is empty, %s", path.c_str(), to_string(f.shape).c_str());
     }
-    Tensor t = empty_on(CPU, shape, f.dtype == "BF16" ? BF16 : F32, INPUTS);
-    memcpy(t.data, f.data, f.bytes);
-    return to_device(t, context.device);
+    return view(tensor_from_file(f), 0, shape);
 }
 
 // Reads --inputs, runs --impl, writes --out. Returns 0; fails if tensors are missing, are too many
@@ -443,13 +441,11 @@ int cmd_attention(const Options& o) {
     const char* names[] = {"o", "lse", "dq", "dk", "dv"};
     const Shape shapes[] = {shape, Shape(shape.begin(), shape.end() - 1), shape, fk.shape,
                             fk.shape};
-    vector<Tensor> kept;  // until the file is written
-    vector<pair<string, FileTensor>> out;
+    NamedTensors out;
     for (size_t i = 0; i < outputs.size(); i++) {
-        kept.push_back(view(to_device(contiguous(outputs[i]), CPU), 0, shapes[i]));
-        out.push_back({names[i], describe(kept.back())});
+        out.push_back({names[i], view(contiguous(outputs[i]), 0, shapes[i])});
     }
-    save_safetensors(o.out, out, {{"format", "pt"}});
+    save_tensors(o.out, out);
     printf("attention: implementation %s on %s; wrote %zu tensors to %s\n", impl.name,
            name_of(context.device), out.size(), one_line(o.out).c_str());
     return 0;

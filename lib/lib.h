@@ -646,6 +646,12 @@ const FileTensor& require_tensor(const SafeTensors& file, const string& name, co
 // Fails if the file has a tensor that is not in `names`; `what` says what they are.
 void require_no_others(const SafeTensors& file, const set<string>& names, const string& what);
 FileTensor describe(const Tensor& cpu_tensor);  // for save_safetensors; points into the tensor
+// Copies a tensor of a file to context.device, in its dtype, but I64 as I32: a number that is too
+// large for that becomes -1.
+Tensor tensor_from_file(const FileTensor& f);
+// Writes tensors of any device and strides, each in its dtype.
+using NamedTensors = vector<pair<string, Tensor>>;
+void save_tensors(const string& path, const NamedTensors& list);
 
 // -------------------------------------------------------------------------------------------------
 // ranks.cu: several processes, each of which is a rank. If one fails, dies or stalls, all end

@@ -26,11 +26,14 @@ static const char* const METADATA = "__metadata__";
 // In DType's order; and I64, which no tensor of ours has.
 static const char* const FILE_DTYPES[] = {"F32", "F16", "BF16", "F64", "I32", "U8", "I64"};
 
+// Returns the dtype of this name, or one behind U8.
+static DType dtype_of(const string& name) {
+    return (DType)(std::find(FILE_DTYPES, std::end(FILE_DTYPES), name) - FILE_DTYPES);
+}
 // Returns the bytes of an element; 0 for a dtype that we do not know.
 static size_t size_of_dtype(const string& dtype) {
     if (dtype == "I64") { return 8; }
-    size_t i = std::find(FILE_DTYPES, std::end(FILE_DTYPES), dtype) - FILE_DTYPES;
-    return i <= U8 ? size_of((DType)i) : 0;
+    return dtype_of(dtype) <= U8 ? size_of(dtype_of(dtype)) : 0;
 }
 
 // Returns text from a file as an error message may have it: in quotes, on one line, not too long.
@@ -194,6 +197,22 @@ const FileTensor& require_tensor(const SafeTensors& file, const string& name, co
     return t;
 }
 
+// Copies a tensor of the file, which may lie at any address, to context.device, in its dtype. I64
+// becomes I32, and a number that is too large for that becomes -1.
+Tensor tensor_from_file(const FileTensor& f) {
+    if (f.dtype == "I64") {
+        vector<int64_t> wide(count(f.shape));
+        memcpy(wide.data(), f.data, f.bytes);
+        vector<int> values;
+        for (int64_t x : wide) { values.push_back(x == (int)x ? (int)x : -1); }
+        return from_ints(values, f.shape);
+    }
+
+    Tensor t = empty_on(CPU, f.shape, dtype_of(f.dtype), INPUTS);
+    memcpy(t.data, f.data, f.bytes);
+    return to_device(t, context.device);
+}
+
 // -------------------------------------------------------------------------------------------------
 // Writing
 
@@ -230,4 +249,16 @@ void save_safetensors(const string& path, const vector<pair<string, FileTensor>>
 
 FileTensor describe(const Tensor& t) {
     return {FILE_DTYPES[t.dtype], t.shape, t.data, (size_t)t.size() * size_of(t.dtype)};
+}
+
+// Writes tensors of any device and strides, each in its dtype, as PyTorch does.
+void save_tensors(const string& path, const NamedTensors& list) {
+    NoGrad no_grad;
+    vector<Tensor> kept;  // until the file is written
+    vector<pair<string, FileTensor>> described;
+    for (const auto& [name, t] : list) {
+        kept.push_back(to_device(contiguous(t), CPU));
+        described.push_back({name, describe(kept.back())});
+    }
+    save_safetensors(path, described, {{"format", "pt"}});
 }
