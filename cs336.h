@@ -41,7 +41,7 @@ struct Options {
     string checkpoint = "none";
     string trace, out, weights, batch, data, inputs, impl;
     bool causal = false;
-    double rope_theta = 0, lr = 0;
+    float rope_theta = 0, lr = 0;
     int sample = 0;
     string backend;
     int nproc = 0;
@@ -250,8 +250,7 @@ void train_step(Trainer& t, const vector<Batch>& batches);
 // Return the precisions of --precision, and the modes of --mode, checked. The default mode, flash,
 // becomes fused if flash cannot run one of the models in one of the precisions.
 vector<Precision> precisions_of(const Options& o);
-vector<Mode> modes_of(const Options& o, const vector<ModelConfig>& configs,
-                      const vector<Precision>& precisions);
+vector<Mode> modes_of(const Options& o, const vector<ModelConfig>& configs);
 // Returns "flash", or with what context adds "flash, recompute, checkpoint 4, head chunk 2048".
 string caption_of(Mode mode);
 // Returns the name of a run, with context's precision, mode and checkpoint. A rank has B sequences.

@@ -437,7 +437,7 @@ ModelConfig choose_step(Options& options, const Communicator& c) {
 
     const vector<ModelConfig> configs = configs_of(options);
     context.precision = precisions_of(options)[0];
-    context.mode = modes_of(options, configs, {context.precision})[0];
+    context.mode = modes_of(options, configs)[0];
     return configs[0];
 }
 

@@ -495,16 +495,15 @@ static void check_checkpoint(int L) {
             MOST_NESTED, L);
     }
 }
-// Returns the modes of --mode, checked with each model and precision. If one of these has no flash,
-// a flash that was typed is a usage_error, and the default flash becomes fused.
-vector<Mode> modes_of(const Options& o, const vector<ModelConfig>& configs,
-                      const vector<Precision>& precisions) {
+// Returns the modes of --mode, checked with each model and each precision of --precision. If one of
+// these has no flash, a flash that was typed is a usage_error, and the default flash becomes fused.
+vector<Mode> modes_of(const Options& o, const vector<ModelConfig>& configs) {
     vector<Mode> modes;
     for (const string& name : o.mode) { modes.push_back(mode_from(name)); }
 
     for (const ModelConfig& c : configs) {
         check_checkpoint(c.num_layers);
-        for (Precision precision : precisions) {
+        for (Precision precision : precisions_of(o)) {
             const DType dtype = matmul_dtype(precision);
             const int64_t D = c.d_model / c.num_heads;
             for (Mode& mode : modes) {
@@ -586,7 +585,7 @@ static vector<Sweep> sweeps_of(Options o) {
     context.device = choose_device(o.device);
     std::sort(o.warmup.begin(), o.warmup.end());
     Sweep s{o, configs_of(o), precisions_of(o), {}};
-    s.modes = modes_of(o, s.configs, s.precisions);
+    s.modes = modes_of(o, s.configs);
 
     vector<Sweep> sweeps;
     for (int T : o.context_lengths) {

@@ -446,7 +446,7 @@ int cmd_nsys_profile(const Options& o) {
     context.each_launch = true;
     const auto configs = configs_of(o);
     context.precision = precisions_of(o)[0];
-    context.mode = modes_of(o, configs, {context.precision})[0];
+    context.mode = modes_of(o, configs)[0];
 
     vector<Trace> traces;
     ProfileRuns runs;
@@ -936,7 +936,7 @@ int cmd_memory_profiling(const Options& o) {
     std::unique_ptr<Planning> planning(predicted ? new Planning : nullptr);
     const ModelConfig config = configs_of(o)[0];
     const auto precisions = precisions_of(o);
-    context.mode = modes_of(o, {config}, precisions)[0];
+    context.mode = modes_of(o, {config})[0];
 
     MemoryRuns runs;
     for (Precision precision : precisions) {

@@ -109,11 +109,11 @@ int cmd_train(const Options& o) {
 
     context.device = choose_device(o.device);
     context.precision = precisions_of(o)[0];
-    context.mode = modes_of(o, {c}, {context.precision})[0];
+    context.mode = modes_of(o, {c})[0];
 
     Trainer t;
     t.max_norm = 1;
-    t.adamw.lr = (float)o.lr;
+    t.adamw.lr = o.lr;
     t.model = random_model(c, o.seed);
     const double before = mean_loss(t.model, held_out, T);
 
@@ -191,12 +191,12 @@ static Model read_model(const Options& o) {
     }
 
     ModelConfig c{"custom",    (int)embedding[1], (int)w1[0],  1,
-                  o.num_heads, (int)embedding[0], (float)o.rope_theta};
+                  o.num_heads, (int)embedding[0], o.rope_theta};
     while (file.tensors.count("layers." + to_string(c.num_layers) + ".ln1.weight")) {
         c.num_layers++;
     }
     check_config(c);
-    context.mode = modes_of(o, {c}, {context.precision})[0];
+    context.mode = modes_of(o, {c})[0];
 
     Model model = make_model(c);
     set<string> known;
@@ -232,7 +232,7 @@ int cmd_model(const Options& o) {
     context.precision = precisions_of(o)[0];
     Trainer t;
     t.model = read_model(o);
-    t.adamw.lr = (float)o.lr;
+    t.adamw.lr = o.lr;
     Model& model = t.model;
     const Batch batch = read_batch(o.batch, model.config.vocab_size);
 

@@ -324,9 +324,9 @@ TEST_CASE("plan: the default mode falls back to fused, a typed one is refused") 
     o.d_model = 96, o.num_heads = 2, o.vocab_size = 10;  // no FlashAttention for head size 48
     o.precision = {"fp32", "bf16"}, o.mode = {"flash"};
     CHECK(precisions_of(o) == vector<Precision>{FP32, PREC_BF16});
-    CHECK(modes_of(o, configs_of(o), precisions_of(o)) == vector<Mode>{FUSED});
+    CHECK(modes_of(o, configs_of(o)) == vector<Mode>{FUSED});
     o.given.insert("mode");
-    CHECK_THROWS_AS(modes_of(o, configs_of(o), precisions_of(o)), Failure);
+    CHECK_THROWS_AS(modes_of(o, configs_of(o)), Failure);
 }
 TEST_CASE(
     "plan: what does not fit is not tried, and what runs out of memory all the same has not fit") {

@@ -464,7 +464,7 @@ TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, On
         context.checkpoint = checkpointing_from(checkpoint);
         Options o;
         o.mode = {"eager"};
-        CHECK_THROWS_WITH_AS(modes_of(o, {config}, {FP32}),
+        CHECK_THROWS_WITH_AS(modes_of(o, {config}),
                              doctest::Contains((string("--checkpoint: got ") + checkpoint).c_str()),
                              Failure);
     }
@@ -476,10 +476,10 @@ TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, On
     o.mode = {"eager"};
     ModelConfig deep = tiny;
     deep.num_layers = MOST_NESTED;
-    modes_of(o, {deep}, {FP32});
+    modes_of(o, {deep});
     deep.num_layers++;
     CHECK_THROWS_WITH_AS(
-        modes_of(o, {deep}, {FP32}),
+        modes_of(o, {deep}),
         doctest::Contains("--checkpoint nested: takes at most 1000 blocks, got 1001"), Failure);
 }
 // Two backwards add up, with a loss scale; N = 66 rows. fp32: two sums of 66 rows in another order,
