@@ -315,9 +315,9 @@ static void answer_pytorch_attention(const AttentionRuns& runs, const TooLong& t
            "2 x 4 x %d x %d^2 bytes = %.1f GiB; q, k, v, O and dO, 5 x 4 B S D = %.1f MiB; and two "
            "numbers per row, 2 x 4 B S = %.1f MiB. At backward's peak it holds %.0f arrays of B "
            "S^2, dP among them.",
-           t.S, D, mib_of(t.peak) / 1024, mib_of(t.available) / 1024, GRID_BATCH, t.S,
-           mib_of(2 * square) / 1024, mib_of(20.0 * GRID_BATCH * t.S * D),
-           mib_of(8.0 * GRID_BATCH * t.S), floor(t.peak / square));
+           t.S, D, to_gib(t.peak), to_gib(t.available), GRID_BATCH, t.S, to_gib(2 * square),
+           mib_of(20.0 * GRID_BATCH * t.S * D), mib_of(8.0 * GRID_BATCH * t.S),
+           floor(t.peak / square));
     answer("a",
            "FlashAttention removes this cost: it keeps L, one number per query, and computes P "
            "again in backward. It would hold q, k, v, O, dO and L, %.1f MiB.",

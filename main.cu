@@ -551,7 +551,7 @@ static int cmd_info(const Options& o) {
 
     Table table{"info: medians of 10 runs", {"what", "measured", "peak by data sheet", "unit"}};
     table.row("GPUs", cuda_devices(), "", "");
-    table.row("memory available", mib_of(available_memory(context.device)) / 1024, "", "GiB");
+    table.row("memory available", to_gib(available_memory(context.device)), "", "GiB");
     for (Precision p : precisions) {
         table.row(strprintf("matmul %d^3 %s", n, name_of(p)), matmul_tflops(p, n), dense_peak(p),
                   "TFLOP/s");

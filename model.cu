@@ -24,7 +24,6 @@ const vector<ModelConfig> model_sizes = {
     {"10B", 4608, 12288, 50, 36, 10000},  {"8B", 4096, 11008, 34, 32, 151936},
 };
 
-// Refuses a model whose heads RoPE cannot turn.
 void check_config(const ModelConfig& c) {
     if (c.d_model % (2 * c.num_heads) != 0) {
         usage_error(
@@ -156,8 +155,7 @@ Model make_model(const ModelConfig& c, DType dtype) {
     return model;
 }
 
-// Fills a weight as the staff model does: a norm with 1, the embedding with deviation 1, and a
-// Linear with deviation sqrt(2 / (in + out)). The numbers depend on the seed and the name alone.
+// Fills a weight with numbers that depend on the seed and the name alone.
 void init_weight(const Tensor& weight, const string& name, uint64_t seed) {
     float mean = 0, std = 1;
     if (weight.shape.size() == 1) {
@@ -200,8 +198,7 @@ void zero_gradients(const Model& model) {
     }
 }
 
-// Makes what a forward over T positions needs besides the weights: RoPE's table, unless it is long
-// enough already.
+// Makes RoPE's table for T positions, unless it is long enough already.
 void make_ready(Model& model, int64_t T) {
     const ModelConfig& c = model.config;
     if (!model.rope || model.rope.dim(0) < T) {
@@ -1082,10 +1079,8 @@ Checkpointing checkpointing_from(const string& name) {
 
 struct CheckpointRun {
     Checkpointing checkpoint;
-    // bytes that forward and backward hold at most beside weights and gradients, predicted
-    size_t beside;
+    size_t beside;  // peak_beside_gradients
     PassRun step;
-    size_t bytes() const { return step.ran() ? step.peak : step.predicted; }
 };
 // Returns the bytes that forward and backward hold at most beside weights and gradients, found on
 // META, in context's precision, mode and checkpoint.
@@ -1144,22 +1139,23 @@ static void answer_strategy(const vector<CheckpointRun>& runs, const CheckpointR
 static void answer_sizes(const vector<CheckpointRun>& runs, const string& model) {
     const CheckpointRun* best = nullptr;
     for (const CheckpointRun& r : runs) {
-        if (r.checkpoint && r.step.ran() && (!best || r.bytes() < best->bytes())) { best = &r; }
+        if (r.checkpoint && r.step.ran() && (!best || r.step.peak < best->step.peak)) { best = &r; }
     }
     if (!best) { return; }
 
     vector<string> least, others;
     for (const CheckpointRun& r : runs) {
         const string size = r.checkpoint ? counted(r.checkpoint.n, "block") : "no checkpoints";
-        if (r.checkpoint && r.step.ran() && r.bytes() < 1.001 * best->bytes()) {
+        if (r.checkpoint && r.step.ran() && r.step.peak < 1.001 * best->step.peak) {
             least.push_back(size);
         } else {
-            others.push_back(strprintf("%.1f%s with %s", mib_of(r.bytes()),
+            others.push_back(strprintf("%.1f%s with %s",
+                                       mib_of(r.step.ran() ? r.step.peak : r.step.predicted),
                                        r.step.ran() ? "" : " (out of memory)", size.c_str()));
         }
     }
     answer("b", "In %s a step's peak is least with %s per checkpoint: %.1f MiB. Else it is %s.",
-           model.c_str(), list_of(least).c_str(), mib_of(best->bytes()), list_of(others).c_str());
+           model.c_str(), list_of(least).c_str(), mib_of(best->step.peak), list_of(others).c_str());
 }
 
 // Runs one size: nesting on META alone, groups of blocks as real steps. Prints their table and the

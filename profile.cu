@@ -841,8 +841,8 @@ static void answer_stages(const MemoryRuns& runs) {
 static void answer_peaks(const MemoryRun& r) {  // (b)
     const size_t step = r.step.oom ? r.step.oom : r.step.use.peak;
     answer("b", "At context length %d forward's peak is %.1f GiB; a step's %s %.1f GiB (%s, %s).",
-           r.T, mib_of(r.forward.use.peak) / 1024, r.step.oom ? "does not fit with" : "is",
-           mib_of(step) / 1024, r.config.name.c_str(), name_of(r.precision));
+           r.T, to_gib(r.forward.use.peak), r.step.oom ? "does not fit with" : "is", to_gib(step),
+           r.config.name.c_str(), name_of(r.precision));
 }
 
 // (c) Tells how a phase's peak changes from the first precision to each other one, at the longest
