@@ -1,7 +1,9 @@
 // attention.cu: sections 1.2.1 to 1.3.1 of the handout, each with its experiment and answers.
-//   1.2.1  naive: attention by its definition; how passes are timed; pytorch_attention
+//   1.2.1  naive: attention by its definition; pytorch_attention
 //   1.3    fused: its softmax in one kernel; torch_compile (a)
 //   1.3.1  weighted_sum, the warm-up kernel
+// Last comes how these experiments, and those of 1.3.2 and 1.3.3, run and time an implementation's
+// two passes, and what tables and answers say of the times: attention.h has a list.
 // Read the equations below and attention_naive first. If you have never read a CUDA kernel, begin
 // with weighted_sum_kernel. flash.cu goes on with 1.3.2.
 //
@@ -56,205 +58,14 @@ static Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v,
 }
 
 // -------------------------------------------------------------------------------------------------
-// 1.2.1 to 1.3.3: how experiments run and time the two passes of an implementation.
-
-// Returns normal inputs with a dO, on context.device. Equal seeds give equal inputs.
-AttentionTensors random_inputs(const AttentionCase& c, DType dtype, uint64_t seed) {
-    auto random = [&](int T, uint64_t key) {
-        const Tensor t = empty({c.B, c.H, T, c.D}, dtype, INPUTS);
-        fill_normal(t, seed, key, 0, 1);
-        return t;
-    };
-    return {random(c.Tq, 0), random(c.Tk, 1), random(c.Tk, 2), c.causal, random(c.Tq, 3)};
-}
-
-// Sets autocast for operands of this dtype, so that products leave bf16 and fp16 as they are.
-static void autocast_to(DType dtype) {
-    if (dtype == BF16) { context.precision = PREC_BF16; }
-    if (dtype == F16) { context.precision = PREC_FP16; }
-}
-
-void run_pass(void (*pass)(const AttentionTensors&), const AttentionTensors& t) {
-    if (t.q.device() != META) { pass(t); }
-}
-
-// Runs the passes of one implementation on inputs that are row-major and of one type. Results
-// appear in t.
-struct Passes {
-    const AttentionImpl& impl;
-    AttentionTensors t;
-
-    Passes(const AttentionImpl& impl, const AttentionTensors& in) : impl(impl), t(in) {
-        for (Tensor* x : {&t.q, &t.k, &t.v}) { *x = require_gradient(*x); }
-    }
-
-    // Computes o. The tape gives L only if it is asked for; a pass by hand needs it for backward.
-    void forward(bool with_L = false) {
-        if (impl.forward) {
-            t.o = empty(t.q.shape, t.q.dtype);
-            t.L = empty(shape_of_L(t.q), F32);
-            return run_pass(impl.forward, t);
-        }
-        RestoreContext restore;
-        autocast_to(t.q.dtype);
-        t.o = impl.run(t.q, t.k, t.v, t.causal, with_L ? &t.L : nullptr);
-    }
-
-    // Computes dq, dk and dv from dO and what forward left.
-    void backward() {
-        if (impl.backward) {
-            t.dq = empty(t.q.shape, t.q.dtype);
-            t.dk = empty(t.k.shape, t.k.dtype);
-            t.dv = empty(t.v.shape, t.v.dtype);
-            return run_pass(impl.backward, t);
-        }
-        backward_from(t.o, t.dO);
-        t.dq = t.q.gradient->value;
-        t.dk = t.k.gradient->value;
-        t.dv = t.v.gradient->value;
-    }
-
-    // Frees everything but the inputs.
-    void reset() {
-        clear_tape();
-        for (Tensor* x : {&t.q, &t.k, &t.v}) { x->gradient->value = Tensor(); }
-        t.o = t.L = t.dq = t.dk = t.dv = Tensor();
-    }
-};
-
-// Runs the forward, and the backward if there is a dO. Returns O and L; and dQ, dK and dV.
-vector<Tensor> outputs_of(const AttentionImpl& impl, const AttentionTensors& in) {
-    Passes p(impl, in);
-    p.forward(true);
-    if (in.dO) { p.backward(); }
-    clear_tape();
-
-    vector<Tensor> outputs = {detached(p.t.o), p.t.L, p.t.dq, p.t.dk, p.t.dv};
-    outputs.resize(in.dO ? 5 : 2);
-    return outputs;
-}
-
-// Returns the row of the table with this name on context.device. "auto" is the fastest flash, or
-// fused where no flash takes this. It is a usage error if the row does not take dtype and D.
-const AttentionImpl& impl_named(const string& name, DType dtype, int64_t D) {
-    string row = name;
-    if (name == "auto") {
-        const AttentionImpl* fastest = fastest_flash(context.device, dtype, D);
-        if (fastest) { return *fastest; }
-        row = "fused";
-    }
-    for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
-        if (impl.name == row && impl.device == context.device && impl.takes(dtype, D)) {
-            return impl;
-        }
-    }
-    usage_error("--impl %s: takes no %s with head size %ld on %s", name.c_str(), name_of(dtype),
-                (long)D, name_of(context.device));
-}
-
-// Returns the bytes that a forward and a backward hold at most, predicted.
-static size_t peak_of_passes(const AttentionImpl& impl, const AttentionCase& c, DType dtype) {
-    RestoreContext restore;
-    autocast_to(dtype);
-    return planned_peak([&] {
-        Passes p(impl, random_inputs(c, dtype, 0));
-        p.forward();
-        p.backward();
-    });
-}
-
-// Returns the times of an implementation's passes, and the bytes held when backward starts; or,
-// where the passes do not fit into memory, the bytes that they need.
-PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, DType dtype,
-                     const Effort& effort) {
-    PassTimes t;
-    const string row = strprintf("S %d, D %d, %s, %s", c.Tq, c.D, name_of(dtype), impl.name);
-    t.oom = run_if_fits(row, peak_of_passes(impl, c, dtype), [&] {
-        Passes p(impl, random_inputs(c, dtype, 0));
-        auto reset = [&] { p.reset(); };
-        auto reset_and_forward = [&] {
-            p.reset();
-            p.forward();
-        };
-        auto both = [&] {
-            p.forward();
-            p.backward();
-        };
-        t.ms[FORWARD_PASS] = effort.time(reset, [&] { p.forward(); });
-        t.held = memory_use(context.device).now;  // by the last run, which nothing has reset
-        t.ms[BACKWARD_PASS] = effort.time(reset_and_forward, [&] { p.backward(); });
-        if (effort.both_passes) { t.ms[BOTH_PASSES] = effort.time(reset, both); }
-        p.reset();
-    });
-    return t;
-}
-
-// Times naive and another implementation (null: naive alone) at each head size and length.
-AttentionRuns time_all(const AttentionImpl* other, int B, bool causal, DType dtype,
-                       const vector<int>& lengths, const Effort& effort) {
-    AttentionRuns runs;
-    for (int D : {16, 32, 64, 128}) {
-        for (int S : lengths) {
-            const AttentionCase c{B, 1, S, S, D, causal};
-            runs.push_back({S, D, dtype, pass_times(impl_named("naive"), c, dtype, effort)});
-            if (other) { runs.back().other = pass_times(*other, c, dtype, effort); }
-        }
-    }
-    return runs;
-}
-
-// -------------------------------------------------------------------------------------------------
-// 1.2.1 to 1.3.2: what tables and answers say of such runs.
-
-string ms_cell(const PassTimes& t, AttentionPass pass) {
-    return t.oom ? oom_cell(t.oom) : strprintf("%.3f", t.ms[pass].median);
-}
-static bool both_fit(const AttentionRun& r) { return !r.naive.oom && !r.other.oom; }
-static double times_as_fast(const AttentionRun& r, AttentionPass pass) {
-    return r.naive.ms[pass].median / r.other.ms[pass].median;
-}
-string speedup_cell(const AttentionRun& r, AttentionPass pass) {
-    return both_fit(r) ? strprintf("%.2fx", times_as_fast(r, pass)) : "";
-}
-
-// Returns the end of a sentence that compares the other implementation with naive:
-// "faster in 17 of the 20 configurations that fit (0.58 to 5.76 times as fast), slower in 2, level
-// in 1. In 4 memory runs out"
-string compared(const AttentionRuns& runs, AttentionPass pass) {
-    int fit = 0, oom = 0, faster = 0, slower = 0;
-    vector<double> factors;  // of those that are not level
-    for (const AttentionRun& r : runs) {
-        if (!both_fit(r)) {
-            oom++;
-            continue;
-        }
-        fit++;
-        if (level(r.other.ms[pass], r.naive.ms[pass])) { continue; }
-        const double factor = times_as_fast(r, pass);
-        factors.push_back(factor);
-        slower += factor < 1;
-        faster += factor >= 1;
-    }
-
-    string text = "faster in all ";
-    if (fit == 0 || faster < fit) { text = strprintf("faster in %d of the ", faster); }
-    text += counted(fit, "configuration") + " that fit";
-    if (!factors.empty()) {
-        const auto [least, most] = std::minmax_element(factors.begin(), factors.end());
-        text += strprintf(" (%.2f to %.2f times as fast)", *least, *most);
-    }
-    if (slower > 0) { text += strprintf(", slower in %d", slower); }
-    if (fit > faster + slower) { text += strprintf(", level in %d", fit - faster - slower); }
-    if (oom > 0) { text += strprintf(". In %d memory runs out", oom); }
-    return text;
-}
-
-// -------------------------------------------------------------------------------------------------
 // 1.2.1 pytorch_attention: naive's passes in batches of 8, without heads or a mask, in fp32, on a
 // grid of head sizes and lengths. It prints times and memory, then (a): where memory runs out, what
 // is saved for backward, and an account of it. 1.3's torch_compile (a) runs on the same grid.
 
 constexpr int GRID_BATCH = 8;
+
+// Returns the bytes that a forward and a backward hold at most, predicted; at the end of this file.
+static size_t peak_of_passes(const AttentionImpl& impl, const AttentionCase& c, DType dtype);
 
 // Returns a timer that takes n runs, after 3 others.
 static PassTimer time_n_runs(int n) {
@@ -745,4 +556,198 @@ int cmd_weighted_sum(const Options& o) {
     print(table);
     answer_weighted_sum(largest);
     return 0;
+}
+
+// -------------------------------------------------------------------------------------------------
+// 1.2.1 to 1.3.3: how experiments run and time the two passes of an implementation.
+
+// Returns normal inputs with a dO, on context.device. Equal seeds give equal inputs.
+AttentionTensors random_inputs(const AttentionCase& c, DType dtype, uint64_t seed) {
+    auto random = [&](int T, uint64_t key) {
+        const Tensor t = empty({c.B, c.H, T, c.D}, dtype, INPUTS);
+        fill_normal(t, seed, key, 0, 1);
+        return t;
+    };
+    return {random(c.Tq, 0), random(c.Tk, 1), random(c.Tk, 2), c.causal, random(c.Tq, 3)};
+}
+
+// Sets autocast for operands of this dtype, so that products leave bf16 and fp16 as they are.
+static void autocast_to(DType dtype) {
+    if (dtype == BF16) { context.precision = PREC_BF16; }
+    if (dtype == F16) { context.precision = PREC_FP16; }
+}
+
+void run_pass(void (*pass)(const AttentionTensors&), const AttentionTensors& t) {
+    if (t.q.device() != META) { pass(t); }
+}
+
+// Runs the passes of one implementation on inputs that are row-major and of one type. Results
+// appear in t.
+struct Passes {
+    const AttentionImpl& impl;
+    AttentionTensors t;
+
+    Passes(const AttentionImpl& impl, const AttentionTensors& in) : impl(impl), t(in) {
+        for (Tensor* x : {&t.q, &t.k, &t.v}) { *x = require_gradient(*x); }
+    }
+
+    // Computes o. The tape gives L only if it is asked for; a pass by hand needs it for backward.
+    void forward(bool with_L = false) {
+        if (impl.forward) {
+            t.o = empty(t.q.shape, t.q.dtype);
+            t.L = empty(shape_of_L(t.q), F32);
+            return run_pass(impl.forward, t);
+        }
+        RestoreContext restore;
+        autocast_to(t.q.dtype);
+        t.o = impl.run(t.q, t.k, t.v, t.causal, with_L ? &t.L : nullptr);
+    }
+
+    // Computes dq, dk and dv from dO and what forward left.
+    void backward() {
+        if (impl.backward) {
+            t.dq = empty(t.q.shape, t.q.dtype);
+            t.dk = empty(t.k.shape, t.k.dtype);
+            t.dv = empty(t.v.shape, t.v.dtype);
+            return run_pass(impl.backward, t);
+        }
+        backward_from(t.o, t.dO);
+        t.dq = t.q.gradient->value;
+        t.dk = t.k.gradient->value;
+        t.dv = t.v.gradient->value;
+    }
+
+    // Frees everything but the inputs.
+    void reset() {
+        clear_tape();
+        for (Tensor* x : {&t.q, &t.k, &t.v}) { x->gradient->value = Tensor(); }
+        t.o = t.L = t.dq = t.dk = t.dv = Tensor();
+    }
+};
+
+// Runs the forward, and the backward if there is a dO. Returns O and L; and dQ, dK and dV.
+vector<Tensor> outputs_of(const AttentionImpl& impl, const AttentionTensors& in) {
+    Passes p(impl, in);
+    p.forward(true);
+    if (in.dO) { p.backward(); }
+    clear_tape();
+
+    vector<Tensor> outputs = {detached(p.t.o), p.t.L, p.t.dq, p.t.dk, p.t.dv};
+    outputs.resize(in.dO ? 5 : 2);
+    return outputs;
+}
+
+// Returns the row of the table with this name on context.device. "auto" is the fastest flash, or
+// fused where no flash takes this. It is a usage error if the row does not take dtype and D.
+const AttentionImpl& impl_named(const string& name, DType dtype, int64_t D) {
+    string row = name;
+    if (name == "auto") {
+        const AttentionImpl* fastest = fastest_flash(context.device, dtype, D);
+        if (fastest) { return *fastest; }
+        row = "fused";
+    }
+    for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
+        if (impl.name == row && impl.device == context.device && impl.takes(dtype, D)) {
+            return impl;
+        }
+    }
+    usage_error("--impl %s: takes no %s with head size %ld on %s", name.c_str(), name_of(dtype),
+                (long)D, name_of(context.device));
+}
+
+// Returns the bytes that a forward and a backward hold at most, predicted.
+static size_t peak_of_passes(const AttentionImpl& impl, const AttentionCase& c, DType dtype) {
+    RestoreContext restore;
+    autocast_to(dtype);
+    return planned_peak([&] {
+        Passes p(impl, random_inputs(c, dtype, 0));
+        p.forward();
+        p.backward();
+    });
+}
+
+// Returns the times of an implementation's passes, and the bytes held when backward starts; or,
+// where the passes do not fit into memory, the bytes that they need.
+PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, DType dtype,
+                     const Effort& effort) {
+    PassTimes t;
+    const string row = strprintf("S %d, D %d, %s, %s", c.Tq, c.D, name_of(dtype), impl.name);
+    t.oom = run_if_fits(row, peak_of_passes(impl, c, dtype), [&] {
+        Passes p(impl, random_inputs(c, dtype, 0));
+        auto reset = [&] { p.reset(); };
+        auto reset_and_forward = [&] {
+            p.reset();
+            p.forward();
+        };
+        auto both = [&] {
+            p.forward();
+            p.backward();
+        };
+        t.ms[FORWARD_PASS] = effort.time(reset, [&] { p.forward(); });
+        t.held = memory_use(context.device).now;  // by the last run, which nothing has reset
+        t.ms[BACKWARD_PASS] = effort.time(reset_and_forward, [&] { p.backward(); });
+        if (effort.both_passes) { t.ms[BOTH_PASSES] = effort.time(reset, both); }
+        p.reset();
+    });
+    return t;
+}
+
+// Times naive and another implementation (null: naive alone) at each head size and length.
+AttentionRuns time_all(const AttentionImpl* other, int B, bool causal, DType dtype,
+                       const vector<int>& lengths, const Effort& effort) {
+    AttentionRuns runs;
+    for (int D : {16, 32, 64, 128}) {
+        for (int S : lengths) {
+            const AttentionCase c{B, 1, S, S, D, causal};
+            runs.push_back({S, D, dtype, pass_times(impl_named("naive"), c, dtype, effort)});
+            if (other) { runs.back().other = pass_times(*other, c, dtype, effort); }
+        }
+    }
+    return runs;
+}
+
+// -------------------------------------------------------------------------------------------------
+// 1.2.1 to 1.3.2: what tables and answers say of such runs.
+
+string ms_cell(const PassTimes& t, AttentionPass pass) {
+    return t.oom ? oom_cell(t.oom) : strprintf("%.3f", t.ms[pass].median);
+}
+static bool both_fit(const AttentionRun& r) { return !r.naive.oom && !r.other.oom; }
+static double times_as_fast(const AttentionRun& r, AttentionPass pass) {
+    return r.naive.ms[pass].median / r.other.ms[pass].median;
+}
+string speedup_cell(const AttentionRun& r, AttentionPass pass) {
+    return both_fit(r) ? strprintf("%.2fx", times_as_fast(r, pass)) : "";
+}
+
+// Returns the end of a sentence that compares the other implementation with naive:
+// "faster in 17 of the 20 configurations that fit (0.58 to 5.76 times as fast), slower in 2, level
+// in 1. In 4 memory runs out"
+string compared(const AttentionRuns& runs, AttentionPass pass) {
+    int fit = 0, oom = 0, faster = 0, slower = 0;
+    vector<double> factors;  // of those that are not level
+    for (const AttentionRun& r : runs) {
+        if (!both_fit(r)) {
+            oom++;
+            continue;
+        }
+        fit++;
+        if (level(r.other.ms[pass], r.naive.ms[pass])) { continue; }
+        const double factor = times_as_fast(r, pass);
+        factors.push_back(factor);
+        slower += factor < 1;
+        faster += factor >= 1;
+    }
+
+    string text = "faster in all ";
+    if (fit == 0 || faster < fit) { text = strprintf("faster in %d of the ", faster); }
+    text += counted(fit, "configuration") + " that fit";
+    if (!factors.empty()) {
+        const auto [least, most] = std::minmax_element(factors.begin(), factors.end());
+        text += strprintf(" (%.2f to %.2f times as fast)", *least, *most);
+    }
+    if (slower > 0) { text += strprintf(", slower in %d", slower); }
+    if (fit > faster + slower) { text += strprintf(", level in %d", fit - faster - slower); }
+    if (oom > 0) { text += strprintf(". In %d memory runs out", oom); }
+    return text;
 }
