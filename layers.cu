@@ -854,12 +854,10 @@ static void adamw_range(P* p,        // [n]
                         P* v,        // [n]
                         int64_t n, AdamWScalars s) {
     if (n == 0) { return; }
-#ifdef __CUDACC__
     if (context.device == CUDA) {
         LAUNCH(adamw_kernel, ceil_div(n, THREADS), THREADS, p, g, m, v, n, s);
         return;
     }
-#endif
 #pragma omp parallel for simd if (n > 16384)
     for (int64_t i = 0; i < n; i++) { adamw_element(p + i, g[i], m + i, v + i, s); }
 }

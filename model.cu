@@ -1168,8 +1168,8 @@ int cmd_gradient_checkpointing(const Options& asked) {
     context.precision = s.precisions[0];
     context.mode = s.modes[0];
 
-    CheckpointRun nested{context.checkpoint, peak_beside_gradients(c, B, T), {}};
-    nested.step.predicted = predicted_peak(c, B, T, STEP);
+    const CheckpointRun nested{
+        context.checkpoint, peak_beside_gradients(c, B, T), {predicted_peak(c, B, T, STEP)}};
     const vector<CheckpointRun> runs = run_checkpoints(c, s.o);
 
     Table table{s.caption(strprintf(
