@@ -146,8 +146,8 @@ __device__ inline void await_copies() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
-// ldmatrix and mma cut matrices of 16-bit numbers into blocks of 8x8. Lane l has two neighbours of a
-// block, columns l % 4 * 2 and the next of row l / 4, in one register.
+// ldmatrix and mma cut matrices of 16-bit numbers into blocks of 8x8. Lane l has two neighbours of
+// a block, columns l % 4 * 2 and the next of row l / 4, in one register.
 
 // Loads four blocks from shared memory. Lane l points to row l % 8 of block l / 8.
 __device__ inline void ldmatrix(uint32_t (&block)[4], uint32_t row_smem) {
