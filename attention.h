@@ -30,6 +30,11 @@ HD inline T* head_of(const Heads& x, int b, int h) {
 // The causal mask: query i sees keys 0 to keys_seen - 1. (Naive makes it a tensor; kernels in tiles
 // know it by tile.)
 HD inline int keys_seen(bool causal, int i, int Tk) { return causal && i + 1 < Tk ? i + 1 : Tk; }
+// What backward's kernels read of a query: L log2(e), so that P = exp2(S log2(e) - L), and D_i of
+// step 7 (flash.cu).
+struct BackwardQuery {
+    float L, D_i;
+};
 // The arguments of a kernel of flash.cu or fast/.
 struct AttentionArgs {
     Heads q, k, v, o, dO, dq, dk, dv;
@@ -37,6 +42,9 @@ struct AttentionArgs {
     int B, H, Tq, Tk;
     float scale;  // 1/sqrt(D)
     bool causal;
+    // Of step_7, else null. Those beyond Tq have L = inf, which makes their P 0.
+    const BackwardQuery* queries;  // [B*H,query_rows]
+    int query_rows;
 };
 AttentionArgs args_of(const AttentionTensors& t);
 // A row of the table of implementations, table_of<AttentionImpl>(). `takes` says whether it can run
@@ -128,20 +136,10 @@ void with_head_size(const AttentionTensors& t, F f) {
     }
 }
 
-// What backward's kernels read of a query: L log2(e), so that P = exp2(S log2(e) - L), and step 7's
-// D_i. A head has `rows` of them, a multiple of QUERY_ROWS, so that no tile reads beyond them.
-// Those beyond Tq have L = inf, which makes their P 0.
-struct BackwardQuery {
-    float L, D_i;
-};
+// Does step 7 for tensors that have o, L and dO. Returns the arguments with `queries`, which lie in
+// *memory: a multiple of QUERY_ROWS for each head, so that no tile reads beyond them.
 constexpr int QUERY_ROWS = 128;
-struct BackwardQueries {
-    Tensor memory;
-    BackwardQuery* data;  // [B*H,rows]
-    int rows;
-};
-// Does step 7 (flash.cu) for tensors that have o, L and dO.
-BackwardQueries step_7(const AttentionTensors& t);
+AttentionArgs step_7(const AttentionTensors& t, Tensor* memory);
 
 // With tensor cores step 2 is lazy: by so many powers of two a score may exceed what is subtracted
 // from its row, before that follows the maximum. P <= 256 then, far from the limits of fp32 sums,

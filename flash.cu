@@ -63,7 +63,9 @@ AttentionArgs args_of(const AttentionTensors& t) {
             (int)t.q.dim(2),                 // Tq
             (int)t.k.dim(2),                 // Tk
             1 / sqrtf((float)head_size(t)),  // scale
-            t.causal};
+            t.causal,
+            nullptr,
+            0};
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -220,11 +222,10 @@ constexpr int STEP_7_THREADS = 128;
 // Writes what backward's kernels read of the queries: a warp takes one, lane by lane of its D.
 template <class T>
 __global__ void flash_step_7_kernel(AttentionArgs a, int D,
-                                    BackwardQuery* queries,  // [B*H,rows]
-                                    int rows) {
+                                    BackwardQuery* queries) {  // [B*H,a.query_rows]
     int64_t n = (blockIdx.x * (int64_t)STEP_7_THREADS + threadIdx.x) / WARP;
-    int head = (int)(n / rows), b = head / a.H, h = head % a.H;
-    int i = (int)(n % rows), lane = threadIdx.x % WARP;
+    int head = (int)(n / a.query_rows), b = head / a.H, h = head % a.H;
+    int i = (int)(n % a.query_rows), lane = threadIdx.x % WARP;
     BackwardQuery query = {INFINITY, 0};  // beyond Tq
     if (i < a.Tq) {
         const T* o = head_of<const T>(a.o, b, h) + i * a.o.row;
@@ -235,18 +236,18 @@ __global__ void flash_step_7_kernel(AttentionArgs a, int D,
     }
     if (lane == 0) { queries[n] = query; }
 }
-BackwardQueries step_7(const AttentionTensors& t) {
+AttentionArgs step_7(const AttentionTensors& t, Tensor* memory) {
     AttentionArgs a = args_of(t);
-    BackwardQueries all;
-    all.rows = ceil_div(a.Tq, QUERY_ROWS) * QUERY_ROWS;
-    all.memory = empty({a.B, a.H, all.rows, 2}, F32, WORKSPACE);
-    all.data = (BackwardQuery*)all.memory.data;
-    const int64_t threads = (int64_t)a.B * a.H * all.rows * WARP;
+    a.query_rows = ceil_div(a.Tq, QUERY_ROWS) * QUERY_ROWS;
+    *memory = empty({a.B, a.H, a.query_rows, 2}, F32, WORKSPACE);
+    BackwardQuery* queries = (BackwardQuery*)memory->data;
+    const int64_t threads = (int64_t)a.B * a.H * a.query_rows * WARP;
     with_gpu_type(t.q.dtype, [&](auto zero) {
         LAUNCH(flash_step_7_kernel<decltype(zero)>, ceil_div(threads, STEP_7_THREADS),
-               STEP_7_THREADS, a, head_size(t), all.data, all.rows);
+               STEP_7_THREADS, a, head_size(t), queries);
     });
-    return all;
+    a.queries = queries;
+    return a;
 }
 #endif
 
@@ -353,10 +354,7 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1)
 
 // Writes dQ: a block owns queries, and the keys that they see pass.
 template <class T>
-__global__ void __launch_bounds__(V1_TILE* WARP, 1)
-    flash_v1_dq_kernel(AttentionArgs a, int D,
-                       const BackwardQuery* queries,  // [B*H,rows]
-                       int rows) {
+__global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dq_kernel(AttentionArgs a, int D) {
     __shared__ V1Tile K, V;
     int head = blockIdx.x, b = head / a.H, h = head % a.H;
     int q0 = blockIdx.y * V1_TILE;
@@ -364,7 +362,7 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1)
     V1Row q, dO, dQ = {};
     v1_load<T>(q, a.q, b, h, i, a.Tq, D);
     v1_load<T>(dO, a.dO, b, h, i, a.Tq, D);
-    BackwardQuery query = queries[(int64_t)head * rows + i];
+    BackwardQuery query = a.queries[(int64_t)head * a.query_rows + i];
     float c = a.scale * LOG2_E;
 
     int keys = keys_seen(a.causal, q0 + V1_TILE - 1, a.Tk);
@@ -388,10 +386,7 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1)
 // second time, so that no two blocks add to one sum: no atomics are needed, and every run gives the
 // same bits.
 template <class T>
-__global__ void __launch_bounds__(V1_TILE* WARP, 1)
-    flash_v1_dkv_kernel(AttentionArgs a, int D,
-                        const BackwardQuery* queries,  // [B*H,rows]
-                        int rows) {
+__global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dkv_kernel(AttentionArgs a, int D) {
     __shared__ V1Tile Q, dO;
     int head = blockIdx.x, b = head / a.H, h = head % a.H;
     int k0 = blockIdx.y * V1_TILE;
@@ -409,7 +404,7 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1)
 
         int i = q0 + threadIdx.x;
         bool seen = i < a.Tq && j < keys_seen(a.causal, i, a.Tk);
-        BackwardQuery query = queries[(int64_t)head * rows + i];
+        BackwardQuery query = a.queries[(int64_t)head * a.query_rows + i];
         float dot = v1_dot(k, Q, D);
         float p = seen ? exp2f(c * dot - query.L) : 0;  // step 8
         v1_add_rows(dV, p, dO, D);                      // step 9
@@ -432,14 +427,14 @@ static void flash_v1_forward(const AttentionTensors& t) {
     });
 }
 static void flash_v1_backward(const AttentionTensors& t) {
-    AttentionArgs a = args_of(t);
+    Tensor memory;
+    AttentionArgs a = step_7(t, &memory);
     int D = head_size(t);
-    BackwardQueries queries = step_7(t);
     dim3 threads(WARP, V1_TILE);
     with_gpu_type(t.q.dtype, [&](auto zero) {
         using T = decltype(zero);
-        LAUNCH(flash_v1_dq_kernel<T>, v1_grid(a, a.Tq), threads, a, D, queries.data, queries.rows);
-        LAUNCH(flash_v1_dkv_kernel<T>, v1_grid(a, a.Tk), threads, a, D, queries.data, queries.rows);
+        LAUNCH(flash_v1_dq_kernel<T>, v1_grid(a, a.Tq), threads, a, D);
+        LAUNCH(flash_v1_dkv_kernel<T>, v1_grid(a, a.Tk), threads, a, D);
     });
 }
 #else
@@ -722,10 +717,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_forward_kernel(Attenti
 
 // Writes dQ: a block owns queries, and the keys that they see pass.
 template <class T, int D, int R>
-__global__ void __launch_bounds__(V2_THREADS, 2)
-    flash_v2_dq_kernel(AttentionArgs a,
-                       const BackwardQuery* queries,  // [B*H,rows]
-                       int rows) {
+__global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dq_kernel(AttentionArgs a) {
     if (!v2_runs<T>(v2_bytes(2, D, R))) { return; }
     constexpr int Bq = v2_own(R), Bk = v2_keys(D), ROW = v2_stride(D);
     extern __shared__ uint4 shared[];
@@ -744,7 +736,9 @@ __global__ void __launch_bounds__(V2_THREADS, 2)
     v2_load<D, Bq>(dO_smem, a.dO, b, h, q0, a.Tq);
     load(0);
     BackwardQuery query[R];
-    for (int r = 0; r < R; r++) { query[r] = queries[(int64_t)head * rows + q0 + own + v2_row(r)]; }
+    for (int r = 0; r < R; r++) {
+        query[r] = a.queries[(int64_t)head * a.query_rows + q0 + own + v2_row(r)];
+    }
 
     float c = a.scale * LOG2_E;
     float dQ_rmem[R][D / 8][2] = {};
@@ -774,10 +768,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2)
 // Writes dK and dV: a block owns keys, and the queries that see them pass. S and dP are transposed,
 // a row being a key: so P^T and dS^T lie as steps 9 and 13 take them.
 template <class T, int D, int R>
-__global__ void __launch_bounds__(V2_THREADS, 2)
-    flash_v2_dkv_kernel(AttentionArgs a,
-                        const BackwardQuery* queries,  // [B*H,rows]
-                        int rows) {
+__global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dkv_kernel(AttentionArgs a) {
     if (!v2_runs<T>(v2_bytes(2, D, R))) { return; }
     constexpr int Bk = v2_own(R), Bq = v2_queries(D), ROW = v2_stride(D);
     extern __shared__ uint4 shared[];
@@ -794,8 +785,8 @@ __global__ void __launch_bounds__(V2_THREADS, 2)
         v2_load<D, Bq>(dO_smem + i % 2 * Bq * ROW, a.dO, b, h, i * Bq, a.Tq);
         int two = 2 * threadIdx.x;  // queries have 16 bytes
         if (two < Bq) {
-            copy_16(query_smem + i % 2 * Bq + two, queries + (int64_t)head * rows + i * Bq + two,
-                    true);
+            copy_16(query_smem + i % 2 * Bq + two,
+                    a.queries + (int64_t)head * a.query_rows + i * Bq + two, true);
         }
     };
     v2_load<D, Bk>(K_smem, a.k, b, h, k0, a.Tk);
@@ -833,12 +824,12 @@ __global__ void __launch_bounds__(V2_THREADS, 2)
 }
 
 // Launches a kernel whose blocks own OWN rows each of `rows`.
-template <int OWN, class... P, class... A>
-static void v2_launch(void (*kernel)(P...), int rows, size_t bytes, const AttentionArgs& a,
-                      const A&... more) {
+template <int OWN>
+static void v2_launch(void (*kernel)(AttentionArgs), int rows, size_t bytes,
+                      const AttentionArgs& a) {
     CUDA_CHECK(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-    kernel<<<dim3(a.B * a.H, ceil_div(rows, OWN)), V2_THREADS, bytes, stream()>>>(a, more...);
+    kernel<<<dim3(a.B * a.H, ceil_div(rows, OWN)), V2_THREADS, bytes, stream()>>>(a);
     LAUNCH_CHECK();
 }
 // Returns how much shared memory a block may have, which is less where the code is for a T4.
@@ -874,14 +865,14 @@ static void flash_v2_forward(const AttentionTensors& t) {
 }
 // Writes dQ, then dK and dV. At D = 128 registers last for the sums of 16 rows only.
 static void flash_v2_backward(const AttentionTensors& t) {
-    AttentionArgs a = args_of(t);
-    BackwardQueries queries = step_7(t);
+    Tensor memory;
+    AttentionArgs a = step_7(t, &memory);
     v2_with(t, 2, [&](auto zero, auto D, auto most) {
         using T = decltype(zero);
         constexpr int R = D == 128 ? 2 : most, OWN = v2_own(R);
         size_t bytes = v2_bytes(2, D, R);
-        v2_launch<OWN>(flash_v2_dq_kernel<T, D, R>, a.Tq, bytes, a, queries.data, queries.rows);
-        v2_launch<OWN>(flash_v2_dkv_kernel<T, D, R>, a.Tk, bytes, a, queries.data, queries.rows);
+        v2_launch<OWN>(flash_v2_dq_kernel<T, D, R>, a.Tq, bytes, a);
+        v2_launch<OWN>(flash_v2_dkv_kernel<T, D, R>, a.Tk, bytes, a);
     });
 }
 // It has to be compiled for a card with such tensor cores, and a block needs the memory.

@@ -59,12 +59,14 @@ struct BackwardTiles {
 template <int R, int COLUMNS>
 using Part = float[R][COLUMNS];
 
-// Moves the tensors' addresses, and L's, to this head. Then row_at returns its rows.
+// Moves the tensors' addresses, and those of L and the queries, to this head. Then row_at returns
+// its rows.
 DEVICE void move_to_head(AttentionArgs& a, int head) {
     for (Heads* x : {&a.q, &a.k, &a.v, &a.o, &a.dO, &a.dq, &a.dk, &a.dv}) {
         x->data = head_of<float>(*x, head / a.H, head % a.H);
     }
     a.L += (int64_t)head * a.Tq;
+    a.queries += (int64_t)head * a.query_rows;
 }
 DEVICE float* row_at(const Heads& x, int i) { return (float*)x.data + i * x.row; }
 
@@ -315,9 +317,7 @@ DEVICE void fp32_add_dq(const AttentionArgs& a, int q0,
 // are transposed, a row being a key. The next Q and dO are copied while step 12 runs.
 template <int D, int R>
 __global__ void __launch_bounds__(FP32_THREADS, BACKWARD_BLOCKS)
-    flash_fp32_backward_kernel(AttentionArgs a,
-                               const BackwardQuery* queries,  // [B*H,rows]
-                               int rows) {
+    flash_fp32_backward_kernel(AttentionArgs a) {
     constexpr int OWN = R * DOWN;
     constexpr int Bq = fp32_queries(D);
     constexpr int N = Bq / ACROSS;
@@ -325,7 +325,6 @@ __global__ void __launch_bounds__(FP32_THREADS, BACKWARD_BLOCKS)
     auto& [K, V, Q, dO, P_smem] = *(BackwardTiles<D, R>*)shared;
     move_to_head(a, head_of_block());
     int k0 = blockIdx.y * OWN;
-    queries += (int64_t)head_of_block() * rows;
     fp32_load(K, a.k, k0, a.Tk);
     fp32_load(V, a.v, k0, a.Tk);
     int first = a.causal ? k0 / Bq * Bq : 0;
@@ -340,7 +339,7 @@ __global__ void __launch_bounds__(FP32_THREADS, BACKWARD_BLOCKS)
         Part<R, N> dP;
         float L[N];
         for (int n = 0; n < N; n++) {
-            BackwardQuery query = queries[q0 + thread_x() + n * ACROSS];
+            BackwardQuery query = a.queries[q0 + thread_x() + n * ACROSS];
             L[n] = query.L;
             for (int r = 0; r < R; r++) { dP[r][n] = -query.D_i; }
         }
@@ -394,15 +393,14 @@ static void forward(const AttentionTensors& t) {
     });
 }
 static void backward(const AttentionTensors& t) {
-    AttentionArgs a = args_of(t);
-    BackwardQueries queries = step_7(t);
+    Tensor memory;
+    AttentionArgs a = step_7(t, &memory);
     copy_or_add(t.dq, zeros({1}, F32, WORKSPACE), false);  // to which the kernel's atomics add
 
     with_tiles(t, a.Tk, BACKWARD_BLOCKS, [&](auto D, auto R, dim3 grid) {
         constexpr size_t bytes = sizeof(BackwardTiles<D, R>);
         static_assert(bytes <= 99 * 1024, "8.6, 8.9 and 12.0 have no more");
-        launch(flash_fp32_backward_kernel<D, R>, grid, FP32_THREADS, bytes, a, queries.data,
-               queries.rows);
+        launch(flash_fp32_backward_kernel<D, R>, grid, FP32_THREADS, bytes, a);
     });
 }
 static bool takes(DType t, int64_t D) {
