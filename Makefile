@@ -8,7 +8,7 @@
 
 # What `make check` refuses to let grow (tests/tokens.py): the tokens of all .cu and .h files, those of the top folder's,
 # and the top's tokens per line of code. Comments and blank lines are free. Whoever deletes lowers it.
-BUDGET := 138200 78600 10.9
+BUDGET := 136000 76000 10.8
 
 CARD := $(wildcard /dev/nvidia[0-9]* /usr/lib/wsl/lib/nvidia-smi)
 NVCC_FOUND := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))

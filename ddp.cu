@@ -984,7 +984,7 @@ int cmd_optimizer_state_sharding_accounting(const Options& asked) {
 
         if (c.rank == 0) {
             print(time);
-            print(memory);
+            if (!memory.rows.empty()) { print(memory); }
         }
         if (can_compare(c, runs)) {
             answer_optimizer_state_sharding_accounting(runs, c.world, c.backend);

@@ -560,10 +560,10 @@ __device__ void v2_dot(float (&sums_rmem)[R][N][2],  // [8 R,8 N]
 #pragma unroll
     for (int d = 0; d < D; d += 16) {
         uint32_t a[R / 2][4];
-        for (int r = 0; r < R; r += 2) { ldmatrix(a[r / 2], a_smem + 2 * (8 * r * ROW + d)); }
+        for (int r = 0; r < R; r += 2) { LDMATRIX("", a[r / 2], a_smem + 2 * (8 * r * ROW + d)); }
         for (int n = 0; n < N; n += 2) {
             uint32_t b[4];
-            ldmatrix(b, b_smem + 2 * (8 * n * ROW + d));
+            LDMATRIX("", b, b_smem + 2 * (8 * n * ROW + d));
             for (int r = 0; r < R; r += 2) {
                 mma<T>(sums_rmem[r][n], sums_rmem[r + 1][n], a[r / 2], b[0], b[1]);
                 mma<T>(sums_rmem[r][n + 1], sums_rmem[r + 1][n + 1], a[r / 2], b[2], b[3]);
@@ -590,7 +590,7 @@ __device__ void v2_add_rows(float (&sums_rmem)[R][N][2],     // [8 R,8 N]
         }
         for (int n = 0; n < N; n += 2) {
             uint32_t b[4];
-            ldmatrix_transposed(b, b_smem + 2 * (8 * k * ROW + 8 * n));
+            LDMATRIX(".trans", b, b_smem + 2 * (8 * k * ROW + 8 * n));
             for (int r = 0; r < R; r += 2) {
                 mma<T>(sums_rmem[r][n], sums_rmem[r + 1][n], a[r / 2], b[0], b[1]);
                 mma<T>(sums_rmem[r][n + 1], sums_rmem[r + 1][n + 1], a[r / 2], b[2], b[3]);

@@ -439,11 +439,11 @@ int cmd_attention(const Options& o) {
     const vector<Tensor> outputs = outputs_of(impl, in);
 
     const char* names[] = {"o", "lse", "dq", "dk", "dv"};
-    const Shape shapes[] = {shape, Shape(shape.begin(), shape.end() - 1), shape, fk.shape,
-                            fk.shape};
     NamedTensors out;
     for (size_t i = 0; i < outputs.size(); i++) {
-        out.push_back({names[i], view(contiguous(outputs[i]), 0, shapes[i])});
+        Shape own = outputs[i].shape;
+        if (no_heads) { own.erase(own.begin() + 1); }
+        out.push_back({names[i], view(contiguous(outputs[i]), 0, own)});
     }
     save_tensors(o.out, out);
     printf("attention: implementation %s on %s; wrote %zu tensors to %s\n", impl.name,

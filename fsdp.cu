@@ -532,7 +532,7 @@ static void print_fsdp_accounting(const string& caption, const vector<FsdpRun>& 
         if (i + 1 == fsdp.gather.size()) { unit = "lm_head"; }
         times.row(unit, strprintf("%.3f", fsdp.gather[i]), strprintf("%.3f", fsdp.wait[i]));
     }
-    print(times);
+    if (!times.rows.empty()) { print(times); }
 }
 
 // Lists by category, the largest first, by how many MiB FSDP's peak misses the expected one. FSDP

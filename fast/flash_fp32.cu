@@ -337,11 +337,10 @@ __global__ void __launch_bounds__(FP32_THREADS, BACKWARD_BLOCKS)
     for (int q0 = first; q0 < a.Tq; q0 += Bq) {
         Part<R, N> S = {};
         Part<R, N> dP;
-        float L[N];
+        BackwardQuery query[N];
         for (int n = 0; n < N; n++) {
-            BackwardQuery query = a.queries[q0 + thread_x() + n * ACROSS];
-            L[n] = query.L;
-            for (int r = 0; r < R; r++) { dP[r][n] = -query.D_i; }
+            query[n] = a.queries[q0 + thread_x() + n * ACROSS];
+            for (int r = 0; r < R; r++) { dP[r][n] = -query[n].D_i; }
         }
 
         await_copies();
@@ -351,8 +350,8 @@ __global__ void __launch_bounds__(FP32_THREADS, BACKWARD_BLOCKS)
         fp32_mask<true>(S, a, q0, k0);
         for (int r = 0; r < R; r++) {
             for (int n = 0; n < N; n++) {
-                S[r][n] = exp2_approx(fmaf(S[r][n], c, -L[n]));  // S becomes P
-                dP[r][n] *= S[r][n];                             // step 11: dP becomes dS
+                S[r][n] = exp2_approx(fmaf(S[r][n], c, -query[n].L));  // S becomes P
+                dP[r][n] *= S[r][n];                                   // step 11: dP becomes dS
             }
         }
         fp32_add_rows(dV, S, P_smem, dO);  // step 9

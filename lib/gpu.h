@@ -149,20 +149,13 @@ __device__ inline void await_copies() {
 // ldmatrix and mma cut matrices of 16-bit numbers into blocks of 8x8. Lane l has two neighbours of
 // a block, columns l % 4 * 2 and the next of row l / 4, in one register.
 
-// Loads four blocks from shared memory. Lane l points to row l % 8 of block l / 8.
-__device__ inline void ldmatrix(uint32_t (&block)[4], uint32_t row_smem) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(block[0]), "=r"(block[1]), "=r"(block[2]), "=r"(block[3])
-                 : "r"(row_smem)
-                 : "memory");
-}
-// Loads the same, each block transposed.
-__device__ inline void ldmatrix_transposed(uint32_t (&block)[4], uint32_t row_smem) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(block[0]), "=r"(block[1]), "=r"(block[2]), "=r"(block[3])
-                 : "r"(row_smem)
-                 : "memory");
-}
+// Loads four blocks from shared memory; with how = ".trans" each block transposed, else "". Lane l
+// points to row l % 8 of block l / 8.
+#define LDMATRIX(how, block, row_smem)                                                  \
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4" how ".shared.b16 {%0,%1,%2,%3}, [%4];" \
+                 : "=r"(block[0]), "=r"(block[1]), "=r"(block[2]), "=r"(block[3])       \
+                 : "r"(row_smem)                                                        \
+                 : "memory")
 // Adds A B to the sums, two blocks above each other. A is four blocks: the left two, then the right
 // two. B is 16x8, two blocks: rows 0 to 7 and rows 8 to 15, in which a lane holds two neighbours of
 // a column, so each as ldmatrix loads a block of B^T.

@@ -377,8 +377,7 @@ struct Table {
 // Returns what the first caption ends with: "NVIDIA H200, driver 580.159, CUDA 13.0; commit
 // 1a2b3c4".
 string origin();
-// Prints a table, unless it has no rows, as Markdown or, if context.csv, as csv.
-void print(const Table& table);
+void print(const Table& table);  // prints it as Markdown, or as csv if context.csv
 // Prints "**(a)** text". part: the handout's letter, or a word; "" if the text answers it all.
 void answer(const char* part, const char* format, ...) PRINTF(2, 3);
 void sketch(const string& lines);  // prints a block of code, where the handout asks for one
@@ -631,14 +630,12 @@ struct FileTensor {
 struct SafeTensors {
     string path;
     map<string, FileTensor> tensors;
-    map<string, string> metadata;
     shared_ptr<Memory> content;
 };
 // Reads a whole file, or fails; the file may be hostile.
 SafeTensors load_safetensors(const string& path);
 // Writes all tensors, or leaves the file as it was.
-void save_safetensors(const string& path, const vector<pair<string, FileTensor>>& tensors,
-                      const map<string, string>& metadata = {});
+void save_safetensors(const string& path, const vector<pair<string, FileTensor>>& tensors);
 // Returns the file's tensor of this name; fails unless it has one of the dtypes and this shape, in
 // which -1 is any size.
 const FileTensor& require_tensor(const SafeTensors& file, const string& name, const Shape& shape,

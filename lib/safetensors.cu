@@ -3,12 +3,12 @@
 //
 //   u64 N, little-endian | N bytes of JSON, padded with spaces |
 //   the data of all tensors, little-endian, row-major
-//   {"__metadata__": {"step": "7"},
+//   {"__metadata__": {"format": "pt"},
 //    "lm_head.weight": {"dtype": "F32", "shape": [10, 4], "data_offsets": [0, 160]}, ...}
 //
 // Offsets count from the end of the header. The tensors cover the data exactly: no holes, no
 // overlaps, nothing after the last. A file is taken as a whole or not at all, because a wrong
-// weight looks just like a right one.
+// weight looks just like a right one. The metadata are texts for people, which we do not read.
 //
 // In this order: reading a file, asking for its tensors, writing one. To read first:
 // load_safetensors().
@@ -137,7 +137,7 @@ SafeTensors load_safetensors(const string& path) {
     json header = parse_header(path, text);
 
     size_t data_bytes = bytes - 8 - header_bytes;
-    SafeTensors file{path, {}, {}, allocate(CPU, std::max<size_t>(data_bytes, 1), INPUTS)};
+    SafeTensors file{path, {}, allocate(CPU, std::max<size_t>(data_bytes, 1), INPUTS)};
     char* data = (char*)file.content->data;
     for (const auto& [name, entry] : header.items()) {
         if (name == METADATA) { continue; }
@@ -151,13 +151,6 @@ SafeTensors load_safetensors(const string& path) {
     check_layout(file, data, data_bytes);
     read_next(data, data_bytes);
 
-    try {
-        if (header.contains(METADATA) && !header[METADATA].is_null()) {
-            header[METADATA].get_to(file.metadata);
-        }
-    } catch (const json::exception&) {
-        fail("%s: %s: expected an object of strings", path.c_str(), METADATA);
-    }
     return file;
 }
 
@@ -218,15 +211,14 @@ Tensor tensor_from_file(const FileTensor& f) {
 
 // Writes the tensors with the wide dtypes first, so that every one starts at a multiple of its
 // element size; the header is padded with spaces to a multiple of 8 bytes.
-void save_safetensors(const string& path, const vector<pair<string, FileTensor>>& tensors,
-                      const map<string, string>& metadata) {
+void save_safetensors(const string& path, const vector<pair<string, FileTensor>>& tensors) {
     auto order = tensors;
     std::stable_sort(order.begin(), order.end(), [](const auto& a, const auto& b) {
         return size_of_dtype(a.second.dtype) > size_of_dtype(b.second.dtype);
     });
 
-    nlohmann::ordered_json header = nlohmann::ordered_json::object();
-    if (!metadata.empty()) { header[METADATA] = metadata; }
+    nlohmann::ordered_json header;
+    header[METADATA] = {{"format", "pt"}};
     size_t end = 0;
     for (const auto& [name, t] : order) {
         header[name] = {
@@ -260,5 +252,5 @@ void save_tensors(const string& path, const NamedTensors& list) {
         kept.push_back(to_device(contiguous(t), CPU));
         described.push_back({name, describe(kept.back())});
     }
-    save_safetensors(path, described, {{"format", "pt"}});
+    save_safetensors(path, described);
 }

@@ -95,7 +95,6 @@ string origin() { return device_description() + "; commit " + commit() + context
 // Writes a table; the process's first one also says on what it ran. Fails if a row has too many or
 // too few cells.
 void print(const Table& table) {
-    if (table.rows.empty()) { return; }
     Table t = table;
     for (const auto& row : t.rows) {
         if (row.size() != t.columns.size()) {

@@ -46,12 +46,11 @@ TEST_CASE("safetensors: a round trip gives back every bit, name, shape and dtype
     out.push_back({"nothing", describe(tensors.back())});
     string odd = "quote \" newline \n and \u00e9";
     out.push_back({odd, describe(tensors[0])});
-    save_safetensors(path, out, {{"format", "pt"}, {"step", "7"}});
+    save_safetensors(path, out);
 
     SafeTensors file = load_safetensors(path);
     CHECK(file.path == path);
     CHECK(file.tensors.size() == out.size());
-    CHECK(file.metadata == std::map<string, string>{{"format", "pt"}, {"step", "7"}});
     for (const auto& [name, t] : out) {
         REQUIRE(file.tensors.count(name) == 1);
         const FileTensor& in = file.tensors[name];
@@ -61,7 +60,7 @@ TEST_CASE("safetensors: a round trip gives back every bit, name, shape and dtype
         CHECK((in.bytes == 0 || memcmp(in.data, t.data, t.bytes) == 0));
     }
     save_safetensors(path, {});
-    CHECK(read_file(path) == in_file("{}      ", ""));
+    CHECK(read_file(path) == in_file("{\"__metadata__\":{\"format\":\"pt\"}}", ""));
     CHECK(load_safetensors(path).tensors.empty());
     CHECK(folder.files() == vector<string>{"x.safetensors"});
 }
@@ -73,7 +72,7 @@ TEST_CASE("safetensors: the bytes of a small file") {
     float number = 1;
     save_safetensors(path, {{"b", {"U8", {1}, &byte, 1}}, {"a", {"F32", {}, &number, 4}}});
     string header =
-        R"({"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[1],"data_offsets":[4,5]}})";
+        R"({"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[1],"data_offsets":[4,5]}})";
     header.resize((header.size() + 7) / 8 * 8, ' ');
     string want = in_file(header, string("\0\0\x80\x3f\7", 5));
     CHECK(read_file(path) == want);
@@ -91,7 +90,9 @@ TEST_CASE("safetensors: every kind of lie is refused by name") {
     string path = folder / "x.safetensors";
     CHECK(refusal(path, one("\"F32\"", "[2]", "[0,8]")) == "");
     CHECK(refusal(path, in_file(TWO, string(12, 'x'))) == "");
+    // nobody reads the metadata
     CHECK(refusal(path, in_file("{\"__metadata__\":null}", "")) == "");
+    CHECK(refusal(path, in_file("{\"__metadata__\":{\"a\":1}}", "")) == "");
     struct Case {
         string bytes;
         vector<string> says;
@@ -146,8 +147,6 @@ TEST_CASE("safetensors: every kind of lie is refused by name") {
         {in_file(overlap, string(12, 'x')), {"tensor \"b\"", "overlap"}},
         {in_file(hole, string(13, 'x')), {"tensor \"b\"", "hole"}},
         {in_file(twice, string(12, 'x')), {"tensor \"a\"", "hole"}},
-        {in_file("{\"__metadata__\":{\"a\":1}}", ""), {"__metadata__", "string"}},
-        {in_file("{\"__metadata__\":\"a\"}", ""), {"__metadata__", "object"}},
     };
     for (const Case& c : cases) {
         string head = c.bytes.substr(0, 200), what = refusal(path, c.bytes);
