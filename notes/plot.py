@@ -1,13 +1,18 @@
 #!/usr/bin/env python3
-"""notes/plot.py: the pages' pictures, from the tables in notes/output and from snapshots of memory (`make pictures`).
+"""notes/plot.py: the pages' pictures, from what lies in notes/output, from snapshots of memory and from formulas that
+the picture names (`make pictures`).
 
     plot.py [FOLDER]                         into notes/, from notes/output and the snapshots in FOLDER (build/pictures)
     plot.py --out FILE.svg FILE.pickle ...   memory over time, a panel per snapshot of memory_profiling --out
+    plot.py --out FILE.svg CUT.json ...      timelines, one panel per window of a cut
+    plot.py --out CUT.json --cut RANGE,... [--block N] TRACE.json ...
+        cuts what --trace FILE wrote to what a picture needs: rank 0's ranges of these names (naive, overlapped, step),
+        whole, or of the blocks N and N + 1, forward and backward; one block: --blocks 1; kernel by kernel: --kernels
 
 Needs matplotlib. A picture that lacks something stays as it is, with a line on stderr. GitHub shows a picture about
 800 pixels wide, and beside another one 400: all text has 17 of the 800.
 """
-import argparse, collections, os, pickle, re, sys
+import argparse, collections, json, math, os, pickle, re, sys
 
 try: import matplotlib
 except ImportError: sys.exit("plot.py: needs matplotlib (python3-matplotlib)")
@@ -246,6 +251,380 @@ def gathers(name):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Pictures of formulas, which each picture names
+
+def formats(name):
+    """The bits of a number, and what they make: range from the exponent, step at 1 from the fraction."""
+    figure, axis = panels(1, 4.2)
+    kinds = (("fp32", 8, 23), ("tf32", 8, 10), ("bf16", 8, 7), ("fp16", 5, 10))
+    for y, (kind, exponent, fraction) in enumerate(kinds):
+        for i in range(1 + exponent + fraction):
+            colour = GREY if i == 0 else "#f6c28b" if i <= exponent else "#9ecae1"
+            axis.add_patch(plt.Rectangle((i, y), 0.94, 0.5, fc=colour, ec="#777777", lw=0.5))
+        bias = 2 ** (exponent - 1) - 1
+        largest = (2 - 2.0**-fraction) * 2.0**bias
+        axis.text(-0.4, y + 0.26, kind, ha="right", va="center", weight="bold")
+        axis.text(0, y + 0.56, f"1 + {exponent} + {fraction} bits; up to {largest:.3g}, from {2.0**(1 - bias):.2g} "
+                  f"on in full; after 1 comes 1 + $2^{{-{fraction}}}$", va="top", fontsize=14)
+    axis.set(xlim=(-3.2, 32.2), ylim=(3.95, -0.15))
+    axis.set_title("Sign (grey), exponent (orange), fraction (blue)")
+    axis.axis("off")
+    save(figure, name, "largest = (2 - 2^-fraction) 2^bias, bias = 2^(exponent - 1) - 1")
+
+
+def ring(name):
+    """Which ranks' numbers are in each part of each rank, after each step of a ring all-reduce."""
+    n = 4
+    held = [[{r} for _ in range(n)] for r in range(n)]  # [rank][part]
+    states = [("start", held, set())]
+    for step in range(2 * (n - 1)):
+        after, sent = [[set(p) for p in parts] for parts in held], set()
+        for r in range(n):
+            part = (r - step) % n if step < n - 1 else (r + 1 - (step - n + 1)) % n
+            to = (r + 1) % n
+            after[to][part] = held[to][part] | held[r][part]
+            sent.add((to, part))
+        held = after
+        states.append((f"step {step + 1}", held, sent))
+    figure, axis = panels(1, 4.6)
+    shades = ["#eef4fa", "#c6dbef", "#9ecae1", "#4292c6"]
+    for x, (title, parts, new) in enumerate(states):
+        axis.text(x * 5 + 2, -0.35, title, ha="center")
+        for r in range(n):
+            for p in range(n):
+                count = len(parts[r][p])
+                axis.add_patch(plt.Rectangle((x * 5 + p, r), 0.95, 0.8, fc=shades[count - 1],
+                                             lw=2 if (r, p) in new else 0.5, ec=RED if (r, p) in new else "#888888"))
+                text = "all" if count == n else "".join(str(i) for i in sorted(parts[r][p]))
+                axis.text(x * 5 + p + 0.48, r + 0.42, text, ha="center", va="center",
+                          fontsize=9 if count == 3 else 12, color="white" if count == n else "black")
+    for r in range(n): axis.text(-0.3, r + 0.4, f"rank {r}", ha="right", va="center")
+    for x, text in ((9.5 + 2, "reduce-scatter: add what comes"), (24.5 + 2, "all-gather: keep what comes")):
+        axis.text(x, 4.35, text, ha="center")
+    for x in (4.5, 19.5): axis.axvline(x, 0.12, 0.93, color="black", lw=1)
+    axis.set(xlim=(-3.4, 35), ylim=(4.6, -0.8))
+    axis.set_title("Ring all-reduce, 4 ranks, 4 parts: whose numbers a part holds (red: just came)")
+    axis.axis("off")
+    save(figure, name, "each rank sends 2 (n - 1) / n of the tensor: 6 parts of 4")
+
+
+def bucket_model(name):
+    """Backward and communication of the model in 2.3.3 (b), in units of s/w."""
+    figure, axes = plt.subplots(3, 1, figsize=(10, 4.8), sharex=True, layout="constrained")
+    o = 0.06
+    for axis, n in zip(axes, (1, 4, 16)):
+        for i in range(n):
+            axis.barh(1, 1 / n, 0.8, i / n, color=ORANGE, ec="white", lw=0.8, label="backward computes a bucket")
+            begin = 1 / n + i * (o + 1 / n)
+            axis.barh(0, o, 0.8, begin, color=GREY, ec="white", lw=0.8, label="o, a call's fixed time")
+            axis.barh(0, 1 / n, 0.8, begin + o, color=RED, ec="white", lw=0.8, label="the bucket's bytes")
+        end = 1 / n + n * (o + 1 / n)
+        axis.axvline(1, color="black", lw=1)
+        axis.annotate("", (end, 1), (1, 1), arrowprops={"arrowstyle": "<->"})
+        axis.text(end + 0.02, 1, f"{1 / n + n * o:.2f}", va="center")
+        axis.set_title(f"$n_b$ = {n}: overhead 1/{n} + {n} x {o} = {1 / n + n * o:.2f}", loc="left", pad=4)
+        axis.set_yticks([])
+        axis.set_ylim(-0.5, 1.5)
+    axes[-1].set(xlabel="time in units of s/w, backward's", xlim=(0, 2.3))
+    handles, labels = axes[0].get_legend_handles_labels()
+    formula = f"overhead = s/(n_b w) + n_b o, with o = {o} s/w: least at n_b = sqrt(s/(o w)), about 4"
+    save(figure, name, formula, (handles, labels))
+
+
+def checkpoints(name):
+    """Memory over time of N blocks' forward and backward. A plan cuts blocks [first, end) into checkpoints, which hold
+    only their input, and single blocks that hold their residuals."""
+    b, R, N = 1, 4, 4
+    plans = {"no checkpoints": lambda first, end: [(i, None) for i in range(first, end)],
+             "flat, a block each": lambda first, end: [(i, i + 1 if end - first > 1 else None)
+                                                       for i in range(first, end)],
+             "halves": lambda first, end: [(first, None)] if end - first == 1 else
+                       [(first, (first + end) // 2), *plans["halves"]((first + end) // 2, end)],
+             "linear nesting": lambda first, end: ([(first, end - 1)] if end - first > 1 else []) + [(end - 1, None)]}
+
+    def memory_of(plan):
+        points, inputs, residuals = [(0.0, 0)], collections.Counter(), 0
+
+        def note(time):
+            points.append((points[-1][0], b * sum(n > 0 for n in inputs.values()) + R * residuals))
+            points.append((points[-1][0] + time, points[-1][1]))
+
+        def run(first, end):  # forward of these blocks, then their backward
+            nonlocal residuals
+            pieces = plan(first, end)
+            for begin, past in pieces:
+                inputs[begin] += 1
+                if past is None: residuals += 1
+                note(1 if past is None else past - begin)
+            for begin, past in reversed(pieces):
+                if past is None:
+                    note(2)
+                    residuals -= 1
+                else: run(begin, past)
+                inputs[begin] -= 1
+
+        run(0, N)
+        return points
+
+    figure, axes = plt.subplots(2, 2, figsize=(10, 5.6), sharex=True, sharey=True, layout="constrained")
+    for (title, plan), axis, colour in zip(plans.items(), axes.flat, (GREY, BLUE, GREEN, RED)):
+        x, y = zip(*memory_of(plan))
+        axis.fill_between(x, y, color=colour, lw=0)
+        axis.set_title(f"{title}: peak {max(y):g}, time {x[-1]:g}", loc="left", pad=4)
+    for axis in axes[1]: axis.set_xlabel("time: a block's forward 1, backward 2")
+    for axis in axes[:, 0]: axis.set_ylabel("held, in inputs b")
+    axes[0][0].set(xlim=(0, 18), ylim=(0, None))
+    save(figure, name, "counted, not measured: N = 4 blocks; residuals R = 4 b per block")
+
+
+def buffers(name):
+    """FSDP's two buffers over time, 3 blocks between embedding and head; a gather takes 0.6 of a unit's forward."""
+    units = ["emb", "b0", "b1", "b2", "head"]
+    figure, axis = panels(1, 5.2)
+    shades = ["#c6dbef", "#9ecae1", "#6baed6", "#4292c6", "#2171b5"]
+    last = len(units) - 1
+    def bar(y, begin, end, i, text):
+        axis.barh(y, end - begin, 0.8, begin, color=shades[i], ec="white", lw=1)
+        axis.text((begin + end) / 2, y, text, ha="center", va="center", fontsize=13 if end - begin > 0.9 else 9,
+                  color="white" if i > 2 else "black")
+    gathers = [(0, 0)]  # (begin, unit), in order
+    bar(1, 0, 0.6, 0, "emb")
+    t = 0.6
+    for i in range(last + 1):  # forward
+        if i < last:
+            gathers.append((t, i + 1))
+            bar(1, t, t + 0.6, i + 1, units[i + 1])
+        bar(0, t, t + 1, i, units[i])
+        t += 1
+    middle = t
+    for i in range(last, -1, -1):  # backward: head's and the last block's weights still lie there
+        if 1 < i < last:
+            gathers.append((t, i - 1))
+            bar(1, t, t + 0.6, i - 1, units[i - 1])
+        if i < last: bar(2, t, t + 0.8, i + 1, units[i + 1])
+        took = 2 if i else 0.8
+        bar(0, t, t + took, i, units[i])
+        t += took
+    bar(2, t, t + 0.8, 0, "emb")
+    for number in (0, 1):  # a gather's weights lie there until the next gather into this buffer
+        fills = [g for g in gathers if g[1] % 2 == number]
+        for (begin, i), (end, _) in zip(fills, fills[1:] + [(t + 0.8, -1)]): bar(3 + number, begin, end, i, units[i])
+    axis.axvline(middle, color="black", lw=1)
+    axis.text(middle - 0.1, -0.62, "forward", ha="right", va="center")
+    axis.text(middle + 0.1, -0.62, "backward", ha="left", va="center")
+    axis.set_yticks(range(5), ["computes", "all-gather", "reduce-scatter", "in buffer 0", "in buffer 1"])
+    axis.set(ylim=(4.5, -0.9), xlim=(0, t + 0.85), xlabel="time: a unit's forward is 1, backward 2")
+    axis.set_xticks([])
+    axis.grid(visible=False)
+    save(figure, name, "drawn by rule, not measured: gather 0.6, reduce-scatter 0.8 of a unit's forward")
+
+
+def grid(name):
+    figure, axis = panels(1, 4.6)
+    rows, columns = 4, 2
+    for r in range(rows):
+        for c in range(columns):
+            axis.add_patch(plt.Rectangle((c * 3.2, r), 2.2, 0.7, fc=("#9ecae1", "#f6c28b")[c], ec="#555555"))
+            axis.text(c * 3.2 + 1.1, r + 0.35, f"rows {r + 1}/4 of x\ncolumns {c + 1}/2 of W", ha="center", va="center",
+                      fontsize=13)
+        axis.annotate("", (3.18, r + 0.35), (2.22, r + 0.35), arrowprops={"arrowstyle": "<->", "color": RED, "lw": 2})
+    for c in range(columns):
+        for r in range(rows - 1):
+            axis.annotate("", (c * 3.2 + 1.1, r + 1), (c * 3.2 + 1.1, r + 0.7),
+                          arrowprops={"arrowstyle": "<->", "color": BLUE, "lw": 2})
+    axis.text(5.7, 0.7, "TP, along a row (red):\nall-reduce of a row's part of y,\n$2BD/N_F$ bytes, in each layer",
+              color=RED, va="center")
+    axis.text(5.7, 2.5, "FSDP, along a column (blue):\nall-gather of a column's part of\nthe weights, $6DF/N_T$ bytes",
+              color=BLUE, va="center")
+    axis.set(xlim=(-0.2, 11.4), ylim=(4, -0.3))
+    axis.set_title("$N_F$ = 4 by $N_T$ = 2 devices: who holds what, and what travels where")
+    axis.axis("off")
+    save(figure, name)
+
+
+def roofline(name):
+    """Measured: FLOPs and bytes by the formulas below, times from notes/output; the roofs are an H100's data sheet."""
+    def of_setting(*columns):
+        return next(r for r in rows_of("nsys_profile", "size", "S", *columns) if (r["size"], r["S"]) == ("2.7B", "512"))
+    shares = of_setting("AdamW ms", "softmax ms", "products ms", "matmul")
+    forward = number(of_setting("trace ms")["trace ms"])
+    B, T, C, F, L, H, V = 4, 512, 2560, 10240, 32, 32, 10000
+    scores = B * H * T * T * L
+    weights = L * (4 * C * C + 3 * C * F) + 2 * V * C
+    board = rows_of("flash_leaderboard", "implementation", "TFLOP/s")
+    flash_rate, = (number(r["TFLOP/s"]) for r in board if r["implementation"] == "hopper")
+    linear_ms = number(shares["matmul"]) / 100 * forward - number(shares["products ms"])
+    # name, FLOPs per byte, TFLOP/s
+    points = [("AdamW, eager: 13 FLOPs, 120 bytes per weight", 13 / 120,
+               13 * weights / number(shares["AdamW ms"]) / 1e9),
+              ("softmax, eager: 5 FLOPs, 32 bytes per score", 5 / 32, 5 * scores / number(shares["softmax ms"]) / 1e9),
+              ("attention's products, fp32", 320 / (8 + 4 * 4 * 80 / T),
+               320 * scores / number(shares["products ms"]) / 1e9),
+              ("Linear layers, fp32", 2 * B * T * C * F / (4 * (B * T * C + C * F + B * T * F)),
+               2 * B * T * (weights - V * C) / linear_ms / 1e9),
+              ("flash, bf16, S 16384", 7 * 16384 * 16384 * 64 / (12 * 16384 * 64 * 2), flash_rate)]
+    figure, axis = panels(1, 6)
+    x = [2.0 ** (i / 8) for i in range(-32, 112)]
+    for peak, colour, text in ((989, BLUE, "989 TFLOP/s: bf16, tensor cores"),
+                               (67, ORANGE, "67 TFLOP/s: fp32, CUDA cores")):
+        axis.plot(x, [min(peak, 3.35 * i) for i in x], color=colour)
+        axis.text(1.4e4, peak * 1.12, text, color=colour, ha="right")
+    axis.text(0.3, 1.5, "3.35 TB/s", color=BLUE, rotation=38, rotation_mode="anchor")
+    for i, (text, intensity, rate) in enumerate(points):
+        axis.plot(intensity, rate, "o", color=RED, ms=9)
+        left = intensity > 1000
+        axis.text(intensity * (0.8 if left else 1.25), rate * (0.62, 1, 0.6, 0.85, 0.62)[i], text,
+                  ha="right" if left else "left", va="center", fontsize=13)
+    axis.set(xscale="log", yscale="log", xlabel="FLOPs per byte of memory read or written", ylabel="TFLOP/s",
+             xlim=(0.06, 1.6e4), ylim=(0.15, 2500))
+    axis.set_title("What bounds each part, 2.7B at 512 tokens")
+    axis.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
+    axis.minorticks_off()
+    save(figure, name, machine("nsys_profile"))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Timelines, from --trace files. A cut is {"caption", "panels": [{"title", "bars": [[lane, part, begin, us], ...]}, ..]}
+
+PHASES = {"forward": BLUE, "backward": ORANGE, "optimizer": YELLOW, "all-reduce": RED, "all-gather": VIOLET,
+          "reduce-scatter": GREEN, "broadcast": RED, "other": GREY}
+PARTS = {"matmul": BLUE, "softmax": RED, "attention": "#9c755f", "mask": VIOLET, "rope": ORANGE, "swiglu": GREEN,
+         "rmsnorm": "#76b7b2", "other": GREY}
+COLLECTIVE = re.compile(r"all.?reduce|reduce.?scatter|all.?gather|broadcast", re.I)
+
+
+def part_of(path, kinds):
+    """The innermost word of a path that has a colour."""
+    return next((word for word in reversed(path.split("/")) if word in kinds), "other")
+
+
+def collective_of(event):
+    """Which collective it is: by its own name, else (NCCL copies with copy engines) a gather."""
+    match = COLLECTIVE.search(event["name"])
+    if not match: return "all-gather"
+    return re.sub(r"[^a-z]", "", match[0].lower()).replace("all", "all-").replace("reduces", "reduce-s")
+
+
+def blocks_in(bars, phase):
+    """Where a phase's blocks begin and end. A block has two norms; forward begins with one, backward ends with one."""
+    runs, last = [], None  # of the kernels of one norm
+    for e in bars:
+        path = e["args"]["path"]
+        if f"{phase}/layer/" not in path + "/": continue
+        if path.endswith("layer/rmsnorm"):
+            if last != path: runs.append([e["ts"], e["ts"] + e["dur"]])
+            runs[-1][1] = e["ts"] + e["dur"]
+        last = path
+    if phase == "forward":
+        starts = [begin for begin, _ in runs[::2]]
+        return list(zip(starts, starts[1:]))
+    ends = [end for _, end in runs[1::2]]
+    return list(zip(ends, ends[1:]))[::-1]  # block 0 is backward's last
+
+
+def cut(paths, names, block, blocks, kernels, out):
+    panels, captions = [], []
+    for path in paths:
+        with open(path, encoding="utf-8") as f: trace = json.load(f)
+        captions.append(re.sub(r" --trace [^\s;]+", "", trace.get("otherData", {}).get("caption", "")))
+        events = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 0]
+        for name in names:
+            windows = [e for e in events if e["cat"] == "range" and e["args"]["path"] == name]
+            if not windows: raise Missing(f"no range {name} in {path}")
+            whole = windows[-1]  # the first ones warm up
+            begin, end = whole["ts"], whole["ts"] + whole["dur"]
+            gpu = sorted((e for e in events if e["cat"] != "range" and begin <= e["ts"] and
+                          e["args"].get("path", "").startswith(name + "/")), key=lambda e: e["ts"])
+            if gpu:  # streams with NCCL's kernels communicate, and so do the copy engines' copies there
+                sends = {e["tid"] for e in gpu if "nccl" in e["name"].lower() or COLLECTIVE.search(e["name"])}
+                compute, sent = ([e for e in gpu if (e["tid"] in sends) == lane] for lane in (False, True))
+            else:  # a CPU: the phases of the thread that computes, and the calls of Gloo's
+                inside = [e for e in events if begin <= e["ts"] < end]
+                compute = [e for e in inside if e["tid"] == whole["tid"] and e["args"]["path"].count("/") == 1 and
+                           part_of(e["args"]["path"], PHASES) != "other"]
+                sent = [e for e in inside if e["tid"] != whole["tid"] and COLLECTIVE.search(e["name"])]
+            cuts = [(name, begin, math.inf)]
+            if block is not None:
+                cuts = []
+                for phase in ("forward", "backward"):
+                    spans = blocks_in(compute, phase)[block:block + blocks]
+                    if not spans: raise Missing(f"{path}: no block {block} in {name}'s {phase}")
+                    which = f"block {block}" if blocks == 1 else f"blocks {block} to {block + blocks - 1}"
+                    cuts.append((f"{phase} of {which}", min(b for b, _ in spans), max(e for _, e in spans)))
+            for title, start, stop in cuts:
+                bars = []
+                for lane, of_lane in (("compute", compute), ("communication", sent)):
+                    for e in of_lane:
+                        at, us = max(e["ts"], start), min(e["ts"] + e["dur"], stop) - max(e["ts"], start)
+                        if us <= 0: continue
+                        of_compute = part_of(e["args"]["path"], PARTS if kernels else PHASES)
+                        part = of_compute if lane == "compute" else collective_of(e)
+                        last = bars[-1] if bars else ["", "", 0, 0]
+                        gap = at - start - last[2] - last[3]
+                        if not kernels and last[:2] == [lane, part] and lane == "compute" and gap < 50:
+                            last[3] = round(at - start + us - last[2], 1)  # joined
+                        else: bars.append([lane, part, round(at - start, 1), round(us, 1)])
+                panels.append({"title": title, "bars": bars})
+    with open(out, "w", encoding="utf-8") as f:
+        f.write(json.dumps({"caption": "; ".join(dict.fromkeys(captions)), "panels": panels}, separators=(",", ":"))
+                .replace('{"title"', '\n{"title"') + "\n")
+    print(os.path.relpath(out))
+
+
+def read_cut(name):
+    path = name if os.path.exists(name) else os.path.join(NOTES, "output", name + ".json")
+    if not os.path.exists(path): raise Missing(f"no notes/output/{name}.json")
+    with open(path, encoding="utf-8") as f: return json.load(f)
+
+
+def timeline(names, out, titles=None, in_us=False):
+    """A panel per window of the cuts: compute above, communication below, a bar per call, as long as the call was."""
+    cuts = [read_cut(name) for name in names]
+    panels = [p for c in cuts for p in c["panels"]]
+    kinds = PARTS if all(bar[1] in PARTS for p in panels for bar in p["bars"]) else PHASES
+    scale = 1 if in_us else 1e-3
+    sends = any(bar[0] != "compute" for p in panels for bar in p["bars"])
+    figure, axes = plt.subplots(len(panels), 1, figsize=(10, 0.9 + (1.45 if sends else 1.0) * len(panels)), sharex=True,
+                                squeeze=False, layout="constrained")
+    shown = {}
+    for i, (panel, axis) in enumerate(zip(panels, axes[:, 0])):
+        for lane, part, begin, us in panel["bars"]:
+            y = 1 if lane == "compute" else 0
+            handle = axis.barh(y, us * scale, 0.84, begin * scale, color=kinds.get(part, GREY), lw=0.4,
+                               ec="white" if y == 0 or kinds is PARTS else "none")
+            shown.setdefault(part, handle)
+        last = max(bar[2] + bar[3] for bar in panel["bars"])
+        busy = sum(bar[3] for bar in panel["bars"] if bar[0] == "compute")
+        length = f"{last:.0f} us" if in_us else f"{last * scale:.1f} ms"
+        title = (titles[i] if titles else panel["title"]) + ": " + length
+        if kinds is PARTS: title += f", {len(panel['bars'])} kernels and copies, busy {100 * busy / last:.0f} %"
+        axis.set_title(title, loc="left", pad=4)
+        axis.set_yticks(*([0, 1], ["sends", "computes"]) if sends else ([], []))
+        axis.set_ylim(-0.5 if sends else 0.5, 1.5)
+        axis.grid(axis="y", visible=False)
+    axes[-1][0].set_xlabel("us" if in_us else "ms")
+    order = [part for part in kinds if part in shown]
+    words = [c.strip() for c in cuts[0]["caption"].replace(", driver", ";").split(";")]
+    options = re.findall(r"--(size|context_length|precision) (\S+)", words[0])
+    setting = ", ".join(f"S {value}" if option == "context_length" else value for option, value in options)
+    machine = "; ".join([setting, *(w for w in words if re.match(r"NVIDIA|AMD|Intel|commit|\d ranks", w))])
+    save(figure, out, machine, ([shown[p] for p in order], order))
+
+
+def blocks(name):
+    timeline(["trace-block", "trace-block-flash"], name,
+             [f"{mode}, {phase}" for mode in ("eager", "flash") for phase in ("forward", "backward")], in_us=True)
+
+
+def ddp_traces(name):
+    timeline(["trace-ddp"], name)
+
+
+def fsdp_traces(name):
+    timeline(["trace-fsdp"], name)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Memory over time, from the snapshots of memory_profiling --out
 
 def times_of(size, length):
@@ -315,23 +694,35 @@ def memory(paths, name, same_as=""):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", metavar="FILE", help="snapshots for --out; without it the folder of them")
-    parser.add_argument("--out", metavar="FILE", help="the picture of these snapshots, .svg or .png")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="for --out; without it the folder of snapshots")
+    parser.add_argument("--out", metavar="FILE", help="the picture (.svg or .png), or the cut (.json)")
+    parser.add_argument("--cut", metavar="RANGE,...", help="ranges to cut from the traces FILE ...")
+    parser.add_argument("--block", type=int, metavar="N", help="only this block and the next, forward and backward")
+    parser.add_argument("--blocks", type=int, default=2, metavar="N", help="so many blocks from --block on")
+    parser.add_argument("--kernels", action="store_true", help="a bar per kernel, named after its part of the block")
     o = parser.parse_args()
+    try:
+        if o.cut: return cut(o.files, o.cut.split(","), o.block, o.blocks, o.kernels, o.out)
+        if o.out and o.files[0].endswith(".json"): return timeline(o.files, o.out)
+    except Missing as why: sys.exit(f"plot.py: {why}")
     if o.out: return memory(o.files, o.out)
 
-    def timeline(size, lengths):
+    def timeline_of(size, lengths):
         names = [f"snapshot_{kind}_{size}_{s}_fp32.pickle" for s in lengths for kind in ("forward", "step")]
         paths = [os.path.join(*(o.files or ["build/pictures"]), name) for name in names]
         for path in paths:
             if not os.path.exists(path): raise Missing(f"no {path}")
         return lambda name: memory(paths, name, "2.7B")  # 2026's xl has the same numbers
 
-    for name, draw in {"1.1.4-softmax": softmax, "1.1.5-alignment": alignment,
-                       "1.1.6-timeline": lambda name: timeline("2.7B", [512])(name),
-                       "2026-2.1.6-timeline": lambda name: timeline("xl", [128, 2048])(name),
+    for name, draw in {"1.1.4-softmax": softmax, "1.1.4-block": blocks, "1.1.5-alignment": alignment,
+                       "1.1.5-formats": formats,
+                       "1.1.6-timeline": lambda name: timeline_of("2.7B", [512])(name),
+                       "2026-2.1.6-timeline": lambda name: timeline_of("xl", [128, 2048])(name),
                        "1.2.1-pytorch_attention": attention, "1.3-torch_compile": torch_compile,
                        "1.3.2-flash_benchmarking": flash, "bucket-overlap-fp32": overlap,
+                       "2.1-ring": ring, "2.3.2-traces": ddp_traces, "2.3.3-buckets": bucket_model,
+                       "2026-3.2.1-checkpoints": checkpoints, "2026-7-buffers": buffers,
+                       "2026-7-traces": fsdp_traces, "2026-8.5-grid": grid, "gpu-roofline": roofline,
                        "2026-7-fsdp_accounting": gathers}.items():
         try: draw(os.path.join(NOTES, name + ".svg"))
         except Missing as why: print(f"{name}.svg: left as it is, {why}", file=sys.stderr)
