@@ -5,9 +5,10 @@ The file of a relative link exists, and so does its heading (file.md#heading). I
 the file has that name; of a name that is gone, the files that have it now are said.
 A measured number, which is one with a unit, stands in an output (notes/output) that its line links to, or else in one
 of those that its page links to; on the answer sheets one without a unit, too. In a formula ($...$) a decimal of four
-digits without a unit or a power of ten does. Not looked at: code, a paragraph with a link to elsewhere, and what
-follows the heading "Elsewhere".
-A page has at most 700 words, notes/ at most 21,000."""
+digits without a unit or a power of ten does. Not looked at: code, a paragraph with a link to elsewhere, a folded
+answer, and what follows the heading "Elsewhere".
+An exercise has its answer, with a diff, in a <details> block. A page that links to a GPU's output names its card in its
+first paragraph. A page has at most 700 words, notes/ at most 21,000; the code in a folded answer does not count."""
 import os, re, sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -59,7 +60,7 @@ def values_in(outputs):
 
 def stale_numbers(page, text):
     """What the page says and its outputs do not, as (line, number)."""
-    text = re.sub(r"^#+ Elsewhere$.*?(?=^# |^## |\Z)", lambda m: "\n" * m[0].count("\n"), text, flags=re.S | re.M)
+    text = re.sub(r"^#+ Elsewhere$.*?(?=^# |^## |\Z)|<details>.*?</details>", lambda m: "\n" * m[0].count("\n"), text, flags=re.S | re.M)
     for formula in FORMULA.finditer(text):
         for n in re.finditer(r"(?<![\w.,])\d+\.\d+(?!\d|\\cdot ?10\^|\\ )", formula[0]):
             near, values = 0.5001 * 10.0 ** -len(n[0].partition(".")[2]), values_in(outputs_in(page, text))
@@ -90,6 +91,21 @@ def missing_on_sheet(page, text):
             if not re.search(rf"(?<![\d.]){re.escape(number)}(?!\.?\d)", outputs): yield line, number
 
 
+def missing_on_page(page):
+    """What the page should have: an answer to its exercise, and its card."""
+    text = read(page)
+    exercise = re.search(r"^## Exercise$.*?(?=^## |\Z)", text, re.S | re.M)
+    if exercise and not re.search(r"<details>.*(?:```diff|Stages).*</details>", exercise[0], re.S):
+        yield "the exercise has no folded answer"
+    first = text.split("\n\n")[1] if text.count("\n\n") else ""
+    measured = [path for path in outputs_in(page, first) if re.search(r"NVIDIA [A-Z]", read(path).split("\n\n")[0])]
+    if measured and not re.search(r"H[12]00", first): yield "the first line does not name the card"
+
+
+def without_code(folded):
+    return re.sub(r"^```.*?^```", "", folded[0], flags=re.S | re.M)
+
+
 os.chdir(ROOT)
 bad = words = 0
 for page in ["README.md", *sorted(os.path.join("notes", f) for f in os.listdir("notes") if f.endswith(".md"))]:
@@ -103,10 +119,14 @@ for page in ["README.md", *sorted(os.path.join("notes", f) for f in os.listdir("
     for line, number in [*stale_numbers(page, text), *missing_on_sheet(page, text)]:
         bad += 1
         print(f"{page}:{line}: {number} stands in no output that it links to")
-    words += len(read(page).split())
-    if len(read(page).split()) > 700:
+    for what in missing_on_page(page):
         bad += 1
-        print(f"{page}: {len(read(page).split())} words, 700 is the most")
+        print(f"{page}: {what}")
+    of_page = len(re.sub(r"<details>.*?</details>", without_code, read(page), flags=re.S).split())
+    words += of_page
+    if of_page > 700:
+        bad += 1
+        print(f"{page}: {of_page} words, 700 is the most")
 if words > 21000:
     bad += 1
     print(f"notes: {words} words, 21000 is the most")
