@@ -168,7 +168,7 @@ def attention(name):
     lengths(left, x, f"Naive attention, {d}: ms")
     band(right, lines, lambda row: row[3] / 1024, color=GREEN, lw=2, label="naive")
     flash = [4 * 8 * s * (5 * max(lines) + 1) / 2**30 for s in x]  # q, k, v, dO, O and L; batch 8
-    right.plot(x, flash, "--", color=RED, label="FlashAttention would hold")
+    right.plot(x, flash, "--", color=RED, label=f"FlashAttention would hold, D {max(lines)}")
     card = re.search(r"needs [\d.]+ GiB of (\d+(?:\.\d+)?)", text_of("pytorch_attention"))
     if card:
         right.axhline(float(card[1]), color="black")
@@ -184,12 +184,14 @@ def torch_compile(name):
     columns = [f"{what} {p}" for p in ("fw", "bw") for what in ("PyTorch eager", "torch.compile")]
     try: theirs = by_width(rows_of("vs_pytorch", *columns), "d_model", "seq_len", *columns)
     except Missing: theirs = {}
+    card = re.search(r"torch_compile \(a\):.*?NVIDIA (\w+)", text_of("vs_pytorch")) if theirs else None
+    on = f" ({card[1]})" if card else ""
     figure, axes = panels(2, 5.2, sharey=True)
     x = [row[0] for row in ours[min(ours)]]
     for i, axis in enumerate(axes):
         if theirs:
             band(axis, theirs, lambda row: row[1 + 2 * i] / row[2 + 2 * i], color=ORANGE, alpha=0.35, lw=0,
-                 label="torch.compile over PyTorch, all D")
+                 label=f"torch.compile over PyTorch{on}, all D")
         for (d, rows), colour in zip(ours.items(), SHADES):
             axis.plot(x, [r[1 + i] for r in rows], "o-", color=colour, label=f"ours, D {d}")
         axis.axhline(1, color="black", lw=1)
@@ -264,7 +266,7 @@ def formats(name):
         bias = 2 ** (exponent - 1) - 1
         largest = (2 - 2.0**-fraction) * 2.0**bias
         axis.text(-0.4, y + 0.26, kind, ha="right", va="center", weight="bold")
-        axis.text(0, y + 0.56, f"1 + {exponent} + {fraction} bits; up to {largest:.3g}, from {2.0**(1 - bias):.2g} "
+        axis.text(0, y + 0.56, f"1 + {exponent} + {fraction} bits; up to {largest:.5g}, from {2.0**(1 - bias):.2g} "
                   f"on in full; after 1 comes 1 + $2^{{-{fraction}}}$", va="top", fontsize=14)
     axis.set(xlim=(-3.2, 32.2), ylim=(3.95, -0.15))
     axis.set_title("Sign (grey), exponent (orange), fraction (blue)")
@@ -528,20 +530,23 @@ def cut(paths, names, block, blocks, kernels, out):
         with open(path, encoding="utf-8") as f: trace = json.load(f)
         captions.append(re.sub(r" --trace [^\s;]+", "", trace.get("otherData", {}).get("caption", "")))
         events = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 0]
+        for e in events:  # backward's ranges name the range of forward, too, that made the operation
+            e["args"]["path"] = re.sub(r"/backward/(.*/)?forward/", "/backward/", e["args"].get("path", ""))
         for name in names:
             windows = [e for e in events if e["cat"] == "range" and e["args"]["path"] == name]
             if not windows: raise Missing(f"no range {name} in {path}")
             whole = windows[-1]  # the first ones warm up
             begin, end = whole["ts"], whole["ts"] + whole["dur"]
             gpu = sorted((e for e in events if e["cat"] != "range" and begin <= e["ts"] and
-                          e["args"].get("path", "").startswith(name + "/")), key=lambda e: e["ts"])
-            if gpu:  # streams with NCCL's kernels communicate, and so do the copy engines' copies there
+                          e["args"]["path"].startswith(name + "/")), key=lambda e: e["ts"])
+            if gpu:  # streams with NCCL's kernels communicate, and so do those that only copy: copy engines' gathers
                 sends = {e["tid"] for e in gpu if "nccl" in e["name"].lower() or COLLECTIVE.search(e["name"])}
+                sends |= {e["tid"] for e in gpu} - {e["tid"] for e in gpu if e["cat"] == "kernel"}
                 compute, sent = ([e for e in gpu if (e["tid"] in sends) == lane] for lane in (False, True))
-            else:  # a CPU: the phases of the thread that computes, and the calls of Gloo's
-                inside = [e for e in events if begin <= e["ts"] < end]
-                compute = [e for e in inside if e["tid"] == whole["tid"] and e["args"]["path"].count("/") == 1 and
-                           part_of(e["args"]["path"], PHASES) != "other"]
+            else:  # a CPU: the phases (or a block's parts) of the thread that computes, and the calls of Gloo's
+                inside = sorted((e for e in events if begin <= e["ts"] < end), key=lambda e: e["ts"])
+                bars_are = r"/(forward|backward|optimizer)$" if block is None else r"/layer/\w+$"
+                compute = [e for e in inside if e["tid"] == whole["tid"] and re.search(bars_are, e["args"]["path"])]
                 sent = [e for e in inside if e["tid"] != whole["tid"] and COLLECTIVE.search(e["name"])]
             cuts = [(name, begin, math.inf)]
             if block is not None:
@@ -583,15 +588,16 @@ def timeline(names, out, titles=None, in_us=False):
     panels = [p for c in cuts for p in c["panels"]]
     kinds = PARTS if all(bar[1] in PARTS for p in panels for bar in p["bars"]) else PHASES
     scale = 1 if in_us else 1e-3
-    sends = any(bar[0] != "compute" for p in panels for bar in p["bars"])
-    figure, axes = plt.subplots(len(panels), 1, figsize=(10, 0.9 + (1.45 if sends else 1.0) * len(panels)), sharex=True,
+    sent = {bar[1] for p in panels for bar in p["bars"] if bar[0] != "compute"}
+    sent = [kind for kind in PHASES if kind in sent]  # a lane each: they may overlap
+    figure, axes = plt.subplots(len(panels), 1, figsize=(10, 0.9 + (1.0 + 0.45 * len(sent)) * len(panels)), sharex=True,
                                 squeeze=False, layout="constrained")
     shown = {}
     for i, (panel, axis) in enumerate(zip(panels, axes[:, 0])):
         for lane, part, begin, us in panel["bars"]:
-            y = 1 if lane == "compute" else 0
+            y = 0 if lane == "compute" else -1 - sent.index(part)
             handle = axis.barh(y, us * scale, 0.84, begin * scale, color=kinds.get(part, GREY), lw=0.4,
-                               ec="white" if y == 0 or kinds is PARTS else "none")
+                               ec="white" if y < 0 or kinds is PARTS else "none")
             shown.setdefault(part, handle)
         last = max(bar[2] + bar[3] for bar in panel["bars"])
         busy = sum(bar[3] for bar in panel["bars"] if bar[0] == "compute")
@@ -599,14 +605,15 @@ def timeline(names, out, titles=None, in_us=False):
         title = (titles[i] if titles else panel["title"]) + ": " + length
         if kinds is PARTS: title += f", {len(panel['bars'])} kernels and copies, busy {100 * busy / last:.0f} %"
         axis.set_title(title, loc="left", pad=4)
-        axis.set_yticks(*([0, 1], ["sends", "computes"]) if sends else ([], []))
-        axis.set_ylim(-0.5 if sends else 0.5, 1.5)
+        axis.set_yticks(range(0, -1 - len(sent), -1), ["computes", *sent]) if sent else axis.set_yticks([])
+        axis.set_ylim(-0.5 - len(sent), 0.5)
         axis.grid(axis="y", visible=False)
     axes[-1][0].set_xlabel("us" if in_us else "ms")
     order = [part for part in kinds if part in shown]
     words = [c.strip() for c in cuts[0]["caption"].replace(", driver", ";").split(";")]
     options = re.findall(r"--(size|context_length|precision) (\S+)", words[0])
     setting = ", ".join(f"S {value}" if option == "context_length" else value for option, value in options)
+    if not setting: setting = ", ".join(re.findall(r"(?:size|precision) (\w+)", cuts[0]["caption"])[:2])
     machine = "; ".join([setting, *(w for w in words if re.match(r"NVIDIA|AMD|Intel|commit|\d ranks", w))])
     save(figure, out, machine, ([shown[p] for p in order], order))
 

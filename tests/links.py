@@ -7,9 +7,10 @@ A measured number, which is one with a unit, stands in an output (notes/output) 
 of those that its page links to; on the answer sheets one without a unit, too. In a formula ($...$) a decimal of four
 digits without a unit or a power of ten does. Not looked at: code, a paragraph with a link to elsewhere, a folded
 answer, and what follows the heading "Elsewhere".
-An exercise has its answer, with a diff, in a <details> block. A page that links to a GPU's output names its card in its
-first paragraph. A page has at most 700 words, notes/ at most 21,000; the code in a folded answer does not count."""
-import os, re, sys
+An exercise has its answer in a <details> block, with a diff whose old lines stand in a source. A page that links to a
+GPU's output names its card in its first paragraph. A page has at most 700 words, notes/ at most 21,000; the code in a
+folded answer does not count."""
+import glob, os, re, sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
@@ -97,6 +98,12 @@ def missing_on_page(page):
     exercise = re.search(r"^## Exercise$.*?(?=^## |\Z)", text, re.S | re.M)
     if exercise and not re.search(r"<details>.*(?:```diff|Stages).*</details>", exercise[0], re.S):
         yield "the exercise has no folded answer"
+    sources = " ".join(" ".join(read(path) for path in glob.glob("*.cu") + glob.glob("lib/*.cu")).split())
+    for diff in re.findall(r"```diff\n(.*?)```", exercise[0] if exercise else "", re.S):
+        for line in diff.split("\n"):
+            code = " ".join(line[1:].split())
+            if line[:1] in "- " and not code.startswith("//") and not code.endswith("...") and code not in sources:
+                yield f"the answer's diff expects what no file has: {code}"
     first = text.split("\n\n")[1] if text.count("\n\n") else ""
     measured = [path for path in outputs_in(page, first) if re.search(r"NVIDIA [A-Z]", read(path).split("\n\n")[0])]
     if measured and not re.search(r"H[12]00", first): yield "the first line does not name the card"
