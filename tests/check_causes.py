@@ -79,7 +79,6 @@ def alternatives(node, names):
         alike = set().union(*(words for words in ALIKE if node.id in words)) - {node.id}
         for name in sorted(alike & names if node.id in names else alike): yield ast.Name(name, ast.Load())
         if node.id == "D": yield ast.Attribute(node, "mT", ast.Load())
-        if node.id == "t": yield from (ast.parse(text, mode="eval").body for text in ("(t - 1)", "(t + 1)", "1"))
 
 
 def places(tree):
@@ -92,7 +91,13 @@ def places(tree):
 
 
 # Changes that have plainer words than their formula.
-PLAIN = {"p = softmax(masked, -2)": "softmax runs over the queries instead of the keys: it takes dim=-1",
+PLAIN = {"t = steps": "t of the bias correction begins at 0 instead of 1",
+         "t = steps + 2": "t of the bias correction begins at 2 instead of 1",
+         "t = 1": "t of the bias correction is always 1: it does not grow",
+         "lr_t = lr / (1 - beta1 ** t)": "only m gets its bias correction: sqrt(1 - beta2^t) is missing",
+         "lr_t = lr * (1 - beta2 ** t) ** 0.5": "only v gets its bias correction: 1 - beta1^t is missing",
+         "lr_t = lr * (1 - beta2 ** t) / (1 - beta1 ** t)": "the bias correction takes 1 - beta2^t without its root",
+         "p = softmax(masked, -2)": "softmax runs over the queries instead of the keys: it takes dim=-1",
          "h = attn(ln1(x))": "the residual is missing around attention: it is x + attn(ln1(x))",
          "return ffn(ln2(h))": "the residual is missing around the FFN: it is x + ffn(ln2(x))",
          "return h + ffn(ln1(h))": "the FFN's norm is ln1 instead of ln2",
@@ -207,9 +212,9 @@ def likely_causes(mistakes, run, yours, seconds=3):
 
 
 def say_cause(causes, far, what, unseen=lambda: ""):
-    """unseen: what is said where no cause is found. What has words of its own comes before formulas."""
+    """unseen: what is said where no cause is found. Words come before formulas, of which the shortest is said."""
     if not causes: return print(f"No usual mistake explains it, nor do two. {unseen()}".rstrip())
-    causes = [cause for cause in causes if "`" not in cause] or causes
+    causes = [cause for cause in causes if "`" not in cause] or [min(causes, key=len)]
     mistake = "both" if "; and" in causes[0] else "this mistake"
     print(f"Likely cause: {', or '.join(causes[:3])}. ({what} with {mistake} is {far:.1e} from yours.)")
 
@@ -519,16 +524,18 @@ USUAL = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
 FACTORS = dict(lr=1.5, weight_decay=2)  # what becomes of a group's settings before each step but the first
 
 
-def adamw(p, m, v, g, t, lr, beta1, beta2, eps, decay):
+def adamw(p, m, v, g, steps, lr, beta1, beta2, eps, decay):
+    t = steps + 1
+    lr_t = lr * (1 - beta2 ** t) ** 0.5 / (1 - beta1 ** t)
     p = p * (1 - lr * decay)
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g ** 2
-    lr_t = lr * (1 - beta2 ** t) ** 0.5 / (1 - beta1 ** t)
     p = p - lr_t * m / (sqrt(v) + eps)
     return p, m, v
 
 
-def adamw_of_torch(p, m, v, g, t, lr, beta1, beta2, eps, decay):
+def adamw_of_torch(p, m, v, g, steps, lr, beta1, beta2, eps, decay):
+    t = steps + 1
     p = p * (1 - lr * decay)
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g ** 2
@@ -551,11 +558,11 @@ def after_steps(p, gradients, settings, of_torch=False, formula=None, after=Fals
     """[p, m, v] after a step for each of the gradients and settings, in double."""
     formula = formula or (adamw_of_torch if of_torch else adamw)
     state = p.double(), torch.zeros_like(p.double()), torch.zeros_like(p.double())
-    for t, (g, setting) in enumerate(zip(gradients, settings), 1):
+    for steps, (g, setting) in enumerate(zip(gradients, settings)):
         lr, betas, eps, decay = setting.values()
-        t = torch.tensor(float(t) if corrected else math.inf, dtype=torch.float64)
+        steps = torch.tensor(float(steps) if corrected else math.inf, dtype=torch.float64)
         g = g.double() + (decay * state[0] if l2 else 0)
-        p, m, v = formula(*state, g, t, lr, *betas, eps, 0 if after or l2 else decay)
+        p, m, v = formula(*state, g, steps, lr, *betas, eps, 0 if after or l2 else decay)
         state = p * (1 - lr * decay) if after else p, m, v
     return state
 
