@@ -662,7 +662,9 @@ def check_attention(attention, precision="fp32", context_length=128, head_size=6
     for words, later in lacks.items(): print(f"{'not written yet' if later else 'not compared'}: {words}")
     if not attention.takes_causal: print("not compared: a causal mask, since the function takes (q, k, v)")
     for line in more: print(f"DIFFERS: {line}")
-    if causes: return attention_differs(causes, here == "cuda" and precision == "fp32" and worst <= BOUNDS["tf32"])
+    unseen = functools.partial(unseen_in_attention, attention, inputs, min(causes, default=False))
+    as_tf32 = here == "cuda" and precision == "fp32" and worst <= BOUNDS["tf32"]
+    if causes: return attention_differs(causes, unseen, as_tf32)
     broken = [words for words, later in lacks.items() if not later]
     if broken: raise Usage(f"{broken[0]}; what is in the table is ok")
     if more: return False
@@ -673,10 +675,21 @@ def check_attention(attention, precision="fp32", context_length=128, head_size=6
     return True
 
 
-def attention_differs(causes, as_tf32):
+def unseen_in_attention(attention, inputs, causal):
+    """In words, which of ours no operation of yours gives."""
+    q, k, v, do = (t.float() for t in inputs)
+    leaves, stages = [t.clone().requires_grad_() for t in (q, k, v)], {}
+    o = formulas.changed_attend(q, k, v, causal, q.shape[-1], stages=stages)
+    dp = do @ v.mT
+    with contextlib.suppress(Exception), Seen() as seen: attention(*leaves, causal).backward(do)
+    stages |= {"O": o, "dP": dp, "dS": stages["softmax"] * (dp - (do * o).sum(-1, keepdim=True))}
+    return seen.lacks(stages)
+
+
+def attention_differs(causes, unseen, as_tf32):
     print("DIFFERS, " + " and ".join("causal" if causal else "not causal" for causal in causes) + ".")
     # A mistake that is no mask's shows without a mask; a mask's is seen only where it is used.
-    say_cause(*causes[min(causes)], "Attention by its formula")
+    say_cause(*causes[min(causes)], "Attention by its formula", unseen)
     if as_tf32: print("It is of TF32's size: for fp32, tl.dot takes input_precision='ieee'. --precision tf32 allows it")
     return False
 

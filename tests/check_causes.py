@@ -199,12 +199,12 @@ def likely_causes(mistakes, run, yours, seconds=3):
     if not near:
         # Of two mistakes one explains more than none, or both act where the first difference is.
         singles.sort(key=lambda single: single[0])
-        end = time.monotonic() + seconds
-        acts = [explains(run, wrong, right)[0] <= common for _, _, wrong, _ in singles]
+        end = time.thread_time() + seconds
+        acts = functools.cache(lambda i: explains(run, singles[i][2], right)[0] <= common)
         for i, j in itertools.combinations(range(len(singles)), 2):
             (more, _, a, x), (_, _, b, y) = singles[i], singles[j]
-            if time.monotonic() > end or near and not more: break
-            if a.keys() & b.keys() or not (more or acts[i] and acts[j]): continue
+            if time.thread_time() > end or near and not more: break
+            if a.keys() & b.keys() or not (more or acts(i) and acts(j)): continue
             far = explains(run, a | b, yours)[1]
             if far is not None: near.append((far, f"{x}; and {y}"))
     best = min(near, default=(None, ""))[0]
@@ -371,7 +371,8 @@ def reference(see, w, tokens, heads, theta, layers, norm=rms_norm, glu=swiglu, b
             inner = {"q after the rotary embedding": q, "k after the rotary embedding": k}
             changed_attend(q, k, v, True, D, stages=inner)
             stages.setdefault(name, inner | {"values": o})
-        o = o.permute(0, 2, 3, 1) if cut == "last" else o if joined else o.transpose(1, 2)
+        if not joined: o = o.transpose(1, 2)
+        elif cut == "last": o = o.permute(0, 2, 3, 1)
         return keep(name, linear(name + ".output_proj", o.reshape(B, T, C)))
 
     def ffn(name, x):
@@ -416,7 +417,8 @@ def mistakes(w, heads, theta, layers, first):
         yield dict(heads=other), f"there are {other} heads instead of {heads}"
     for wrong in (dict(cut="view"), dict(cut="view", joined=True)):
         yield wrong, "heads are cut by view(B, H, T, D); the handout's by view(B, T, H, D).transpose(1, 2)"
-    yield dict(cut="last"), "heads are interleaved: they are cut by view(B, T, D, H) instead of view(B, T, H, D)"
+    for wrong in (dict(cut="last"), dict(cut="last", joined=True)):
+        yield wrong, "heads are interleaved: they are cut by view(B, T, D, H) instead of view(B, T, H, D)"
     yield dict(joined=True), "heads are joined without transpose(1, 2) before the reshape"
     for qk_norm in ("all", "head"): yield dict(qk_norm=qk_norm), "q and k are normed; the handout's are not"
     yield from attention_mistakes(D)

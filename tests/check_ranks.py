@@ -481,8 +481,8 @@ def notes_of(kind, case, sent, held):
         notes.append(f"in forward a rank holds up to {held['peak']:.0%} of the weights: they are gathered all at once")
     if case == "fp32" and held["after forward"] <= 0.6 and held["before backward"] > 0.75:
         held_then = f"{held['before backward']:.0%}"
-        notes.append(f"between forward and backward a rank holds {held_then} of the weights: autograd keeps what a product "
-                     "has saved, unless its storage is resized to 0")
+        notes.append(f"between forward and backward a rank holds {held_then} of the weights: autograd keeps what a "
+                     "product has saved, unless its storage is resized to 0")
     if case == "fp16" and any(dtype == torch.float32 and size > 1000 for dtype, size in phase("forward")):
         notes.append("weights are sent in float32; cast before they are gathered, they are half as many bytes")
     return notes
@@ -588,7 +588,7 @@ def compare_sharded(kind, case, results):
     left = sum((r["left"] for r in results), [])
     if left: said.append(("zero_grad()", f"leaves the gradients of {few(list(dict.fromkeys(left)))}"))
     share = math.ceil(len(learnt) / len(results)) / len(learnt)  # a whole number of weights
-    fair = max(held) <= 1.1 * share or case == NO_GRADIENT
+    fair = max(held) <= 1.1 * share or case in ("frozen parameters", NO_GRADIENT)  # which some count, and some do not
     if min(held) > 0.95: said.append(("the states", "are not sharded: each rank has those of all parameters"))
     elif not fair: said.append(("a rank", f"holds {max(held):.0%} of the states; a fair share is {share:.0%}"))
     cells = [f"{far(1):.1e}", f"{far(STEPS):.1e}", ", ".join(f"{h:.0%}" for h in held)]
