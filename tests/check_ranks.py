@@ -509,6 +509,8 @@ def change_settings(case, optimizer, step, factors=FACTORS):
     """What a schedule does between steps."""
     if case not in ("a schedule", "two groups") or not step: return
     for group in optimizer.param_groups:
+        lacks = factors.keys() - group.keys()
+        if lacks: raise Usage(f"a group of param_groups has no '{min(lacks)}', which a schedule reads and sets")
         for key, factor in factors.items(): group[key] *= factor
 
 
