@@ -373,7 +373,7 @@ MISTAKES = [
     ("model", "for block in self.layers:", "for block in self.layers[:-1]:", "the last layer is left out"),
     ("model", "o = scores.softmax(dim=-1) @ v", "o = nn.functional.dropout(scores.softmax(dim=-1), 0.1) @ v", "Two forwards of yours differ"),
     ("model", "self.sin[:x.shape[-2]]", "self.sin[:x.shape[-2]].bfloat16().float(); cos = cos.bfloat16().float()", "cos and sin are rounded to bfloat16"),
-    ("model", "scores = scores.masked_fill(", "scores = (0.5 * scores).masked_fill(", "gives our softmax, then values"),
+    ("model", "scores = scores.masked_fill(", "scores = (scores + 0.1 * scores ** 2).masked_fill(", "gives our softmax, then values"),
 ]
 for mistake, words in [("o", "O is not multiplied by exp(m_old - m_new)"), ("l", "l is not multiplied by exp(m_old - m_new)"), ("max", "m is the tile's maximum"),
                        ("first", "only the first tile of keys is read"), ("norm", "O is not divided by l")]:
