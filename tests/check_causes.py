@@ -243,8 +243,8 @@ class Seen(TorchDispatchMode):
         return any(apart(unmasked(t), x) <= 1e-3 for t in self.values if t.numel() >= x.numel())
 
     def lacks(self, stages):
-        """In words, which of ours {stage: tensor}, in the order of computing, no operation of yours gives."""
-        has = {name: self.has(x) for name, x in stages.items()}
+        """In words, which of ours {stage: tensor, or any of several}, in order, no operation of yours gives."""
+        has = {name: any(map(self.has, x if isinstance(x, tuple) else (x,))) for name, x in stages.items()}
         lacks = [name for name in has if not has[name]]
         if not lacks: return ""
         some = ", ".join(name for name in has if has[name])
@@ -287,7 +287,7 @@ def changed_attend(q, k, v, causal, D, shift=0, fill=-math.inf, added=False, inv
     if inverted: seen = ~seen
     p = softmax(scores if after else where(seen, scores, scores + fill if added else fill), -1)
     if after: p = p * seen
-    if stages is not None: stages |= {"scores": scores[seen.expand_as(scores)], "softmax": p}
+    if stages is not None: stages |= {"scores": (scores, scores[seen.expand_as(scores)]), "softmax": p}
     return (p if rounded is None else p.to(rounded).to(p)) @ v
 
 
