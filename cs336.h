@@ -11,8 +11,7 @@
 //   ddp.cu        2.2, 2.3, 3: data parallel training in four ways, the sharded optimizer
 //   fsdp.cu       the 2026 handout's 7 and 9: FSDP, the 8.1B step
 //   train.cu      `train` on a text, `model` on your weights;  main.cu  the command line
-// Fewer files share attention.h (attention.cu, the two flash files, fast/), ddp.h
-// (communication.cu, ddp.cu, fsdp.cu) and fast_ways.h (what fast/ does in place of the plain ways).
+// Fewer files share attention.h, ddp.h, and fast_ways.h: what fast/ does in place of plain ways.
 //
 // Letters, where a section does not define its own:
 //   B batch, T positions (context length; the handout's S), C model width d_model, H heads,
