@@ -7,7 +7,8 @@ the picture names (`make pictures`).
     plot.py --out FILE.svg CUT.json ...      timelines, one panel per window of a cut
     plot.py --out CUT.json --cut RANGE,... [--block N] TRACE.json ...
         cuts what --trace FILE wrote to what a picture needs: rank 0's ranges of these names (naive, overlapped, step),
-        whole, or of the blocks N and N + 1, forward and backward; one block: --blocks 1; kernel by kernel: --kernels
+        whole, or of the blocks N and N + 1, forward and backward; one block: --blocks 1; kernel by kernel: --kernels.
+        The last range of a name; bucketed.0 is the first
 
 Needs matplotlib. A picture that lacks something stays as it is, with a line on stderr. GitHub shows a picture about
 800 pixels wide, and beside another one 400: all text has 17 of the 800.
@@ -216,27 +217,6 @@ def flash(name):
         axis.set(yscale="log")
     axes[0][0].set_ylabel("both passes, ms")
     save(figure, name, machine("flash_benchmarking"), axes[0][0].get_legend_handles_labels())
-
-
-def overlap(name):
-    """A strategy's step, and below it its communication, which ends where the step waits for it no longer."""
-    parts = {"Forward (ms)": BLUE, "Backward (ms)": ORANGE, "Exposed Comm (ms)": "#dddddd", "Optimizer (ms)": YELLOW}
-    problem = "ddp_bucketed_benchmarking"
-    rows, sent = rows_of(problem, "Strategy", *parts), rows_of(problem, "Strategy", "Comm Time (ms)")
-    figure, axis = panels(1, 1.4 + 0.55 * len(rows))
-    for y, (row, calls) in enumerate(zip(rows, sent)):
-        start = 0.0
-        for part, colour in parts.items():
-            if part.startswith("Optimizer"):
-                axis.barh(y + 0.25, -number(calls["Comm Time (ms)"]), 0.22, start, color=RED, label="communication")
-            axis.barh(y - 0.1, number(row[part]), 0.48, start, color=colour, label=part.split(" (")[0])
-            start += number(row[part])
-    axis.set_yticks(range(len(rows)), [row["Strategy"] for row in rows])
-    axis.invert_yaxis()
-    axis.set_xlabel("ms from the step's start")
-    axis.grid(axis="y", visible=False)
-    handles, labels = axis.get_legend_handles_labels()
-    save(figure, name, machine(problem), (handles[:5], ["waits" if "Exp" in l else l.lower() for l in labels[:5]]))
 
 
 def gathers(name):
@@ -533,11 +513,14 @@ def cut(paths, names, block, blocks, kernels, out):
         for e in events:  # backward's ranges name the range of forward, too, that made the operation
             e["args"]["path"] = re.sub(r"/backward/(.*/)?forward/", "/backward/", e["args"].get("path", ""))
         for name in names:
+            name, _, which = name.partition(".")
             windows = [e for e in events if e["cat"] == "range" and e["args"]["path"] == name]
-            if not windows: raise Missing(f"no range {name} in {path}")
-            whole = windows[-1]  # the first ones warm up
+            if len(windows) <= int(which or 0): raise Missing(f"no range {name}.{which or 0} in {path}")
+            number = int(which) if which else len(windows) - 1  # the first ones warm up
+            whole = windows[number]
             begin, end = whole["ts"], whole["ts"] + whole["dur"]
-            gpu = sorted((e for e in events if e["cat"] != "range" and begin <= e["ts"] and
+            next_begin = next((e["ts"] for e in windows[number + 1:]), math.inf)
+            gpu = sorted((e for e in events if e["cat"] != "range" and begin <= e["ts"] < next_begin and
                           e["args"]["path"].startswith(name + "/")), key=lambda e: e["ts"])
             if gpu:  # streams with NCCL's kernels communicate, and so do those that only copy: copy engines' gathers
                 sends = {e["tid"] for e in gpu if "nccl" in e["name"].lower() or COLLECTIVE.search(e["name"])}
@@ -594,11 +577,15 @@ def timeline(names, out, titles=None, in_us=False):
                                 squeeze=False, layout="constrained")
     shown = {}
     for i, (panel, axis) in enumerate(zip(panels, axes[:, 0])):
+        bars = collections.defaultdict(list)  # all of a kind are one path, or the picture would be three times as large
         for lane, part, begin, us in panel["bars"]:
-            y = 0 if lane == "compute" else -1 - sent.index(part)
-            handle = axis.barh(y, us * scale, 0.84, begin * scale, color=kinds.get(part, GREY), lw=0.4,
-                               ec="white" if y < 0 or kinds is PARTS else "none")
-            shown.setdefault(part, handle)
+            y, left, right = 0 if lane == "compute" else -1 - sent.index(part), begin * scale, (begin + us) * scale
+            bars[y, part].append([(left, y - 0.42), (right, y - 0.42), (right, y + 0.42), (left, y + 0.42)])
+        for (y, part), corners in bars.items():
+            path = matplotlib.path.Path.make_compound_path(*(matplotlib.path.Path(c, closed=False) for c in corners))
+            shown.setdefault(part, axis.add_patch(matplotlib.patches.PathPatch(
+                path, fc=kinds.get(part, GREY), lw=0.4, ec="white" if len(corners) < 60 else "none")))
+        axis.autoscale_view()
         last = max(bar[2] + bar[3] for bar in panel["bars"])
         busy = sum(bar[3] for bar in panel["bars"] if bar[0] == "compute")
         length = f"{last:.0f} us" if in_us else f"{last * scale:.1f} ms"
@@ -625,6 +612,10 @@ def blocks(name):
 
 def ddp_traces(name):
     timeline(["trace-ddp"], name)
+
+
+def bucket_traces(name):
+    timeline(["trace-buckets"], name, ["buckets of 1 MB", "10 MB", "100 MB"])
 
 
 def fsdp_traces(name):
@@ -726,8 +717,9 @@ def main():
                        "1.1.6-timeline": lambda name: timeline_of("2.7B", [512])(name),
                        "2026-2.1.6-timeline": lambda name: timeline_of("xl", [128, 2048])(name),
                        "1.2.1-pytorch_attention": attention, "1.3-torch_compile": torch_compile,
-                       "1.3.2-flash_benchmarking": flash, "bucket-overlap-fp32": overlap,
+                       "1.3.2-flash_benchmarking": flash,
                        "2.1-ring": ring, "2.3.2-traces": ddp_traces, "2.3.3-buckets": bucket_model,
+                       "2.3.3-traces": bucket_traces,
                        "2026-3.2.1-checkpoints": checkpoints, "2026-7-buffers": buffers,
                        "2026-7-traces": fsdp_traces, "2026-8.5-grid": grid, "gpu-roofline": roofline,
                        "2026-7-fsdp_accounting": gathers}.items():
