@@ -64,7 +64,7 @@ static Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v,
 
 constexpr int GRID_BATCH = 8;
 
-// Returns the bytes that a forward and a backward hold at most, predicted; at the end of this file.
+// At the end of this file.
 static size_t peak_of_passes(const AttentionImpl& impl, const AttentionCase& c, DType dtype);
 
 // Returns a timer that takes n runs, after 3 others.

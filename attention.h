@@ -30,8 +30,8 @@ HD inline T* head_of(const Heads& x, int b, int h) {
 // The causal mask: query i sees keys 0 to keys_seen - 1. (Naive makes it a tensor; kernels in tiles
 // know it by tile.)
 HD inline int keys_seen(bool causal, int i, int Tk) { return causal && i + 1 < Tk ? i + 1 : Tk; }
-// What backward's kernels read of a query: L log2(e), so that P = exp2(S log2(e) - L), and D_i of
-// step 7 (flash.cu).
+// What backward's kernels (but Hopper's) read of a query: L log2(e), so that P = exp2(S log2(e) -
+// L), and D_i of step 7 (flash.cu).
 struct BackwardQuery {
     float L, D_i;
 };
@@ -118,7 +118,7 @@ AttentionRuns time_all(const AttentionImpl* other, int B, bool causal, DType dty
                        const vector<int>& lengths, const Effort& effort);
 
 // -------------------------------------------------------------------------------------------------
-// What flash_v2 and the kernels of fast/ share
+// What the GPU's kernels share
 
 #ifdef __CUDACC__
 template <int N>
@@ -137,7 +137,8 @@ void with_head_size(const AttentionTensors& t, F f) {
 }
 
 // Does step 7 for tensors that have o, L and dO. Returns the arguments with `queries`, which lie in
-// *memory: a multiple of QUERY_ROWS for each head, so that no tile reads beyond them.
+// *memory: a multiple of QUERY_ROWS for each head, so that no tile reads beyond them. (Every tile's
+// rows divide it.)
 constexpr int QUERY_ROWS = 128;
 AttentionArgs step_7(const AttentionTensors& t, Tensor* memory);
 

@@ -357,7 +357,7 @@ static vector<PassCost> fsdp_tp_costs(const LayerSizes& l, double N, double M) {
 
 static LayerSizes sizes_of(const Options& o) {
     return {(double)o.tokens, (double)o.d_model, (double)o.d_ff, o.tflops * 1e12,
-            o.bandwidth_gb * 1e9};
+            o.bandwidth_gb * GB};
 }
 static void print_setting(const Options& o, const string& devices) {
     answer("",
@@ -368,7 +368,7 @@ static void print_setting(const Options& o, const string& devices) {
 }
 // Answers how long an all-reduce takes in which each device sends whole tensors around the ring.
 int cmd_alternate_ring_all_reduce(const Options& options) {
-    double S = options.tensor_mb * 1e6, W = options.bandwidth_gb * 1e9, N = options.devices;
+    double S = options.tensor_mb * MB, W = options.bandwidth_gb * GB, N = options.devices;
     double ms = 1e3 * (N - 1) * S / W, usual_ms = 1e3 * 2 * (N - 1) * S / (N * W);
     answer("",
            "alternate_ring_all_reduce: S = %g MB per device, N = %g, W = %g GB/s out of each "

@@ -215,7 +215,7 @@ static void flash_backward_cpu(const AttentionTensors& t) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Step 7 on a GPU, once for every backward here and in fast/
+// Step 7 on a GPU, for every backward but Hopper's, whose own kernel does more beside it.
 
 #ifdef __CUDACC__
 constexpr int STEP_7_THREADS = 128;
@@ -236,6 +236,7 @@ __global__ void flash_step_7_kernel(AttentionArgs a, int D,
     }
     if (lane == 0) { queries[n] = query; }
 }
+// Does step 7, and returns the arguments with what it found: see attention.h.
 AttentionArgs step_7(const AttentionTensors& t, Tensor* memory) {
     AttentionArgs a = args_of(t);
     a.query_rows = ceil_div(a.Tq, QUERY_ROWS) * QUERY_ROWS;
@@ -426,6 +427,7 @@ static void flash_v1_forward(const AttentionTensors& t) {
         LAUNCH(flash_v1_forward_kernel<T>, v1_grid(a, a.Tq), dim3(WARP, V1_TILE), a, head_size(t));
     });
 }
+// Writes dQ, then dK and dV.
 static void flash_v1_backward(const AttentionTensors& t) {
     Tensor memory;
     AttentionArgs a = step_7(t, &memory);

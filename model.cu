@@ -24,6 +24,7 @@ const vector<ModelConfig> model_sizes = {
     {"10B", 4608, 12288, 50, 36, 10000},  {"8B", 4096, 11008, 34, 32, 151936},
 };
 
+// Ends with a usage error if the heads' size is odd or no whole number.
 void check_config(const ModelConfig& c) {
     if (c.d_model % (2 * c.num_heads) != 0) {
         usage_error(

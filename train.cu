@@ -74,18 +74,20 @@ static bool take_steps(Trainer& t, const Text& text, const Options& o, Table& ro
     std::uniform_int_distribution<size_t> any_start(0, text.size() - T - 1);
     bool finite = true;
     while (finite && t.steps < o.steps) {
-        vector<size_t> starts;
-        for (int b = 0; b < o.batch_size; b++) { starts.push_back(any_start(random)); }
+        vector<size_t> starts(o.batch_size);
+        for (size_t& start : starts) { start = any_start(random); }
         const Batch batch = windows(text, starts, T);
         const double ms = time_ms(0, 1, [&] { train_step(t, {batch}); })[0];
 
-        require_scale(t.scaler);
-        finite = isfinite(t.loss) && (isfinite(t.norm) || context.precision == PREC_FP16);
+        const bool may_skip = context.precision == PREC_FP16 && t.scaler.scale >= LEAST_SCALE;
+        finite = isfinite(t.loss) && (isfinite(t.norm) || may_skip);
         progress("step %d of %d: loss %.4f", t.steps, o.steps, t.loss);
         const bool is_last = !finite || t.steps == o.steps;
         if (is_last || t.steps % rows_apart == 0 || t.steps == 1) {
-            rows.row(t.steps, strprintf("%.7f", t.loss), strprintf("%.3f", t.norm),
-                     strprintf("%.2f", ms), strprintf("%.0f", 1e3 * o.batch_size * T / ms));
+            rows.row(t.steps, strprintf("%.7f", t.loss),
+                     isfinite(t.norm) || !finite ? strprintf("%.3f", t.norm)
+                                                 : "overflow, step skipped",
+                     ms, strprintf("%.0f", 1e3 * o.batch_size * T / ms));
         }
     }
     return finite;
@@ -119,10 +121,10 @@ int cmd_train(const Options& o) {
 
     Table rows{strprintf("train %s: %zu bytes, a tenth held out; d_model %d, d_ff %d, %d layers, "
                          "%d heads; batch %d, context length: %d, seed %" PRIu64
-                         ", lr %g; precision %s, mode %s",
+                         ", lr %g; precision %s, mode %s; held-out loss before: %.4f",
                          o.data.c_str(), all.size(), c.d_model, c.d_ff, c.num_layers, c.num_heads,
                          o.batch_size, T, o.seed, o.lr, name_of(context.precision),
-                         name_of(context.mode)),
+                         name_of(context.mode), before),
                {"step", "loss", "gradient norm", "ms", "tokens/s"}};
     const bool finite = take_steps(t, text, o, rows);
     print(rows);

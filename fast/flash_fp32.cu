@@ -391,10 +391,11 @@ static void forward(const AttentionTensors& t) {
         launch(flash_fp32_forward_kernel<D, R>, grid, FP32_THREADS, sizeof(ForwardTiles<D, R>), a);
     });
 }
+// Does step 7, sets dQ to 0, and launches the one kernel that writes dK and dV and adds to dQ.
 static void backward(const AttentionTensors& t) {
     Tensor memory;
     AttentionArgs a = step_7(t, &memory);
-    copy_or_add(t.dq, zeros({1}, F32, WORKSPACE), false);  // to which the kernel's atomics add
+    copy_or_add(t.dq, zeros({1}, F32, WORKSPACE), false);  // dQ = 0, to which atomics add
 
     with_tiles(t, a.Tk, BACKWARD_BLOCKS, [&](auto D, auto R, dim3 grid) {
         constexpr size_t bytes = sizeof(BackwardTiles<D, R>);

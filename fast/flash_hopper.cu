@@ -670,9 +670,8 @@ HD constexpr int row_threads(int D) {
 struct BackwardWorkspace {
     float* dq;      // [B*H, rows/16, D/8, 128]
     float4* stats;  // [B*H, rows/2]
-    int rows;       // Tq rounded up to a multiple of BACKWARD_PAD, which is one of every tile
+    int rows;       // Tq rounded up to a multiple of QUERY_ROWS, which is one of every tile
 };
-constexpr int BACKWARD_PAD = 128;
 
 // ---- before: row_threads(D) threads take two neighbouring rows ----
 template <int D>
@@ -742,7 +741,7 @@ static __global__ void backward_after(AttentionArgs a, BackwardWorkspace w) {
 template <int D>
 static BackwardWorkspace backward_begin(const AttentionArgs& a, Tensor& memory) {
     BackwardWorkspace w;
-    w.rows = ceil_div(a.Tq, BACKWARD_PAD) * BACKWARD_PAD;
+    w.rows = ceil_div(a.Tq, QUERY_ROWS) * QUERY_ROWS;
     int64_t rows = (int64_t)a.B * a.H * w.rows;
     memory = empty_on(CUDA, {rows * D + 2 * rows}, F32, WORKSPACE);
     w.dq = memory.as<float>();

@@ -734,6 +734,7 @@ static void take_end_signal(int number) {
     end_signal = number;
     signal(number, SIG_DFL);  // the second one ends us at once
 }
+// Catches the signals that end a process, or no longer catches them.
 void catch_end_signals(bool caught) {
     end_signal = 0;
     for (int number : {SIGINT, SIGTERM, SIGHUP}) {

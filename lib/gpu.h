@@ -1,5 +1,5 @@
 // lib/gpu.h: what several files' kernels share: packs of neighbours, the launch of a kernel, sums
-// and maxima over a warp or a block, and functions for single instructions.
+// and maxima over a warp or a block, and single instructions (LDMATRIX and mma are flash_v2's).
 #pragma once
 #include "lib.h"
 
@@ -164,6 +164,7 @@ __device__ inline void await_copies() {
                  ", {%0,%1,%2,%3};"                                                  \
                  : "+f"(upper[0]), "+f"(upper[1]), "+f"(lower[0]), "+f"(lower[1])    \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_upper), "r"(b_lower))
+// Adds A B, of bf16 or fp16.
 template <class T>
 __device__ void mma(float (&upper)[2], float (&lower)[2], const uint32_t (&a)[4], uint32_t b_upper,
                     uint32_t b_lower) {

@@ -201,8 +201,8 @@ int launch_ranks(int n, const vector<string>& arguments, double timeout_s) {
             if (ranks[r].pid) { left++; }
         }
     }
-    catch_end_signals(false);
     remove_folder_of_ranks();
+    catch_end_signals(false);
     return exit_code;
 }
 

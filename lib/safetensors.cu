@@ -22,7 +22,6 @@ using nlohmann::json;
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the file's numbers are read as they are");
 
 constexpr uint64_t MAX_HEADER = 100000000;  // bytes; the limit of the reference implementation
-static const char* const METADATA = "__metadata__";
 // In DType's order; and I64, which no tensor of ours has.
 static const char* const FILE_DTYPES[] = {"F32", "F16", "BF16", "F64", "I32", "U8", "I64"};
 
@@ -140,7 +139,7 @@ SafeTensors load_safetensors(const string& path) {
     SafeTensors file{path, {}, allocate(CPU, std::max<size_t>(data_bytes, 1), INPUTS)};
     char* data = (char*)file.content->data;
     for (const auto& [name, entry] : header.items()) {
-        if (name == METADATA) { continue; }
+        if (name == "__metadata__") { continue; }
         if (!read_tensor(entry, data, data_bytes, &file.tensors[name])) {
             fail(
                 "%s: tensor %s: expected a known dtype, and data_offsets of the shape's bytes "
@@ -218,7 +217,7 @@ void save_safetensors(const string& path, const vector<pair<string, FileTensor>>
     });
 
     nlohmann::ordered_json header;
-    header[METADATA] = {{"format", "pt"}};
+    header["__metadata__"] = {{"format", "pt"}};
     size_t end = 0;
     for (const auto& [name, t] : order) {
         header[name] = {
