@@ -615,7 +615,7 @@ def ddp_traces(name):
 
 
 def bucket_traces(name):
-    timeline(["trace-buckets"], name, ["buckets of 1 MB", "10 MB", "100 MB"])
+    timeline(["trace-buckets"], name, ["buckets of 1 MB", "100 MB", "1000 MB"])
 
 
 def fsdp_traces(name):
