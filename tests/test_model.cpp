@@ -904,6 +904,14 @@ TEST_CASE("train: a sample draws from softmax(logits), and shows what does not p
         CHECK(std::abs(drawn - n / 3) < 5 * std::sqrt(n * 2 / 9.0));
     }
 }
+TEST_CASE("train: a text that is no file is named") {  // main.cu's option refuses it before
+    Folder folder;
+    Options o = training_options();
+    o.size = {"small"};
+    o.data = folder / "none";
+    CHECK(failure_of([&] { cmd_train(o); }) ==
+          "1: " + o.data + ": cannot be read: No such file or directory");
+}
 TEST_CASE("train: texts that are too short") {
     Folder folder;
     const string path = folder / "text";
