@@ -268,23 +268,24 @@ def ring(name):
             sent.add((to, part))
         held = after
         states.append((f"step {step + 1}", held, sent))
-    figure, axis = panels(1, 4.6)
+    figure, axis = panels(1, 7.4)
     shades = ["#eef4fa", "#c6dbef", "#9ecae1", "#4292c6"]
-    for x, (title, parts, new) in enumerate(states):
-        axis.text(x * 5 + 2, -0.35, title, ha="center")
+    for i, (title, parts, new) in enumerate(states):  # above the start and reduce-scatter, below all-gather
+        x, y = (i * 5, 0) if i < n else ((i - n + 1) * 5, 6.4)
+        axis.text(x + 2, y - 0.3, title, ha="center")
         for r in range(n):
             for p in range(n):
                 count = len(parts[r][p])
-                axis.add_patch(plt.Rectangle((x * 5 + p, r), 0.95, 0.8, fc=shades[count - 1],
-                                             lw=2 if (r, p) in new else 0.5, ec=RED if (r, p) in new else "#888888"))
+                axis.add_patch(plt.Rectangle((x + p, y + r), 0.95, 0.8, fc=shades[count - 1],
+                                             lw=3 if (r, p) in new else 0.5, ec=RED if (r, p) in new else "#888888"))
                 text = "all" if count == n else "".join(str(i) for i in sorted(parts[r][p]))
-                axis.text(x * 5 + p + 0.48, r + 0.42, text, ha="center", va="center",
-                          fontsize=9 if count == 3 else 12, color="white" if count == n else "black")
-    for r in range(n): axis.text(-0.3, r + 0.4, f"rank {r}", ha="right", va="center")
-    for x, text in ((9.5 + 2, "reduce-scatter: add what comes"), (24.5 + 2, "all-gather: keep what comes")):
-        axis.text(x, 4.35, text, ha="center")
-    for x in (4.5, 19.5): axis.axvline(x, 0.12, 0.93, color="black", lw=1)
-    axis.set(xlim=(-3.4, 35), ylim=(4.6, -0.8))
+                axis.text(x + p + 0.48, y + r + 0.42, text, ha="center", va="center", fontsize=13 if count == 3 else 15,
+                          color="white" if count == n else "black")
+    for y, text in ((-1.15, "reduce-scatter: a rank adds the part that comes"),
+                    (5.25, "all-gather: a rank keeps the finished part that comes")):
+        axis.text(12, y, text, ha="center")
+        for r in range(n): axis.text(-0.3 if y < 0 else 4.7, y + 1.55 + r, f"rank {r}", ha="right", va="center")
+    axis.set(xlim=(-2.4, 19.3), ylim=(10.5, -1.7))
     axis.set_title("Ring all-reduce, 4 ranks, 4 parts: whose numbers a part holds (red: just came)")
     axis.axis("off")
     save(figure, name, "each rank sends 2 (n - 1) / n of the tensor: 6 parts of 4")
@@ -419,7 +420,8 @@ def grid(name):
     axis.text(5.7, 2.5, "FSDP, along a column (blue):\nall-gather of a column's part of\nthe weights, $6DF/N_T$ bytes",
               color=BLUE, va="center")
     axis.set(xlim=(-0.2, 11.4), ylim=(4, -0.3))
-    axis.set_title("$N_F$ = 4 by $N_T$ = 2 devices: who holds what, and what travels where")
+    axis.set_title("A grid of 8 devices, a box each: FSDP over $N_F$ = 4 rows, TP over $N_T$ = 2 columns.\n"
+                   "A box names what the device multiplies, an arrow what travels")
     axis.axis("off")
     save(figure, name)
 
@@ -671,19 +673,17 @@ def memory(paths, name, same_as=""):
         sums = [sum(p.values()) for p in points]
         peak = max(sums)
         seen = [c for c in CATEGORIES if max(p.get(c, 0) for p in points) > peak / 200]
-        bottom = min(sum(p.get(c, 0) for c in seen[:-1]) for p in points) if len(phases) == 1 else 0
-        bottom = bottom - (peak - bottom) / 4 if bottom > peak * 0.8 else 0  # what moves is small: not from 0
         many = max(1, len(x) // 250)
         some = [range(i, min(i + many, len(x))) for i in range(0, len(x), many)]
         keep = sorted({f(part, key=sums.__getitem__) for part in some for f in (min, max)} | {0, len(x) - 1})
         for n in range(len(seen), 0, -1):  # the highest first, each down to the axis
             top = [(x[i], sum(points[i].get(c, 0) for c in seen[:n])) for i in keep]
             edge = [p for before, p, after in zip(top, top[1:], top[2:]) if not before[1] == p[1] == after[1]]
-            edge = [(0, bottom), top[0], *edge, top[-1], (start, bottom)]
+            edge = [(0, 0), top[0], *edge, top[-1], (start, 0)]
             shown[seen[n - 1]], = axis.fill(*zip(*edge), color=CATEGORIES[seen[n - 1]], lw=0)
         axis.set_title(f"{kind}, S {length}: peak {peak:.1f} {unit}", pad=26)
         axis.locator_params(axis="y", nbins=6)
-        axis.set(xlim=(0, start), ylim=(bottom, peak + (peak - bottom) * 0.05), ylabel=unit,
+        axis.set(xlim=(0, start), ylim=(0, peak * 1.05), ylabel=unit,
                  xlabel="ms; within a phase by allocation" if measured else "in order, not timed")
         if not measured: axis.set_xticks([])
     order = [c for c in CATEGORIES if c in shown]
