@@ -2,19 +2,12 @@
 """tests/check.py: is your own PyTorch solution right? It compares yours with ./cs336.
 
   python3 tests/check.py all tests/adapters.py                 every part that the assignment's adapters name
-  python3 tests/check.py model my_solution:TransformerLM       outputs, loss and gradients
-  python3 tests/check.py attention my_solution:FlashAttention  a torch.autograd.Function, or attention(q, k, v, causal)
-  python3 tests/check.py adamw my_solution:AdamW               the weights after three steps
-  python3 tests/check.py ddp my_solution:DDP                   two ranks on the CPU beside one process; sharded, fsdp
+  python3 tests/check.py model my_solution:TransformerLM       one part: model, attention, adamw, ddp, sharded or fsdp
 
-Type it in your assignment's folder. Before the colon stands a module or a .py file; behind it a class, a function or an
-object. Of an adapters.py the course's functions are taken, such as get_ddp or assignment 1's run_transformer_lm.
-In a notebook there are check_model, check_attention, check_adamw, check_ddp, check_sharded and check_fsdp.
-
-Differences are relative: the norm of the difference over the norm of ours. Where something differs, ours is run with
-one usual mistake after the other, then with two; those that give what yours gives are named. The verdict is one of
-three: ok (exit code 0); DIFFERS, with the first place and the cause (1); cannot be checked, with what to write (2).
-See notes/check-your-own.md. CS336_BINARY names another program than the ./cs336 above this folder."""
+Type it in your assignment's folder. In a notebook there are check_model, check_attention, check_adamw, check_ddp,
+check_sharded and check_fsdp. The verdict is one of three: ok (exit code 0); DIFFERS, with the first place and the
+cause (1); cannot be checked, with what to write (2). CS336_BINARY names another program than the ./cs336 above this
+folder. See notes/check-your-own.md."""
 import argparse, ast, contextlib, copy, ctypes, dataclasses, functools, importlib, importlib.metadata, inspect
 import json, math, os, subprocess, sys, tempfile, traceback, typing
 
@@ -33,29 +26,18 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 BOUNDS = {"fp32": 2e-5, "tf32": 3e-3, "bf16": 5e-2}
 
 
+NOT_YET, NO_GPU = "not written yet", "not compared"  # words of what fails nothing else
+
+
 class Usage(Exception):
-    """Wrong usage, or what cannot be checked: exit code 2."""
-    word = "cannot be checked"
+    """Wrong usage, or what cannot be checked: exit code 2. word: the verdict in the last line."""
+    def __init__(self, text, word="cannot be checked"):
+        super().__init__(text)
+        self.word = word
 
 
-class NotYet(Usage):
-    """What you have not written yet: it fails nothing else."""
-    word = "not written yet"
-
-
-class NoGPU(NotYet):
-    word = "not compared"
-
-
-ORDER = ["ok", "DIFFERS", Usage.word, NotYet.word, NoGPU.word]  # of the last line
-
-
-def note(text):
-    print(f"note: {text}")
-
-
-def few(names):
-    return ", ".join(names[:4]) + (" ..." if names[4:] else "")
+def note(text): print(f"note: {text}")
+def few(names): return ", ".join(names[:4]) + (" ..." if names[4:] else "")
 
 
 def place_of(frames):
@@ -73,18 +55,20 @@ def raised(e):
 
 
 def not_written(e):
-    return isinstance(e, NotImplementedError) or "not implemented" in str(e).lower()
+    """A backward that is `pass` returns one None."""
+    words = str(e).lower()
+    return isinstance(e, NotImplementedError) or any(w in words for w in ("not implemented", "gradients (expected 4, got 1)"))
 
 
 @contextlib.contextmanager
-def your_code(what):
-    """What your code raises becomes one line, and what it prints is no part of the verdict."""
+def your_code(what, hint="", later=()):
+    """What your code raises becomes one line, and what it prints is no part of the verdict. later: is not written yet"""
     try:
         with contextlib.redirect_stdout(sys.stderr): yield
     except Usage: raise
     except (Exception, SystemExit) as e:
-        if not_written(e): raise NotYet(f"{what} {raised(e)}") from e
-        raise Usage(f"{what} {raised(e)}") from e
+        if not_written(e) or isinstance(e, later): raise Usage(f"{what} {raised(e)}", NOT_YET) from e
+        raise Usage(f"{what} {raised(e)}{hint}") from e
 
 
 def verdict(check):
@@ -176,14 +160,13 @@ def shapes_of(V, C, F, layers):
 
 def staff_shapes(parameters):
     """The same for a model that has the staff's names."""
-    size = lambda name: tuple(parameters[name].shape) if name in parameters and parameters[name].dim() == 2 else (0, 0)
-    (V, C), w1 = size("token_embeddings.weight"), size("layers.0.ffn.w1.weight")
     layers = len({name.split(".")[1] for name in parameters if name.startswith("layers.")})
-    shapes = shapes_of(V, C, w1[0] if w1[1] == C else w1[1], layers)
-    lost = [name for name in shapes if name not in parameters or not V or not w1[0]]
-    if not lost: return shapes
-    raise Usage(f"the model has no parameter {lost[0]}, but others than the staff's: {few(list(parameters))}: check "
-                "tests/adapters.py:run_transformer_lm of assignment 1, which gets the staff's names, or rename yours")
+    lost = [name for name in shapes_of(1, 1, 1, max(layers, 1)) if name not in parameters]
+    if lost:
+        raise Usage(f"the model has no parameter {lost[0]}, but others than the staff's: {few(list(parameters))}: check"
+                    " tests/adapters.py:run_transformer_lm of assignment 1, which gets the staff's names, or rename yours")
+    V, C = parameters["token_embeddings.weight"].shape
+    return shapes_of(V, C, parameters["layers.0.ffn.w1.weight"].numel() // C, layers)
 
 
 def wrong_parameters(parameters, shapes):
@@ -204,29 +187,24 @@ def wrong_parameters(parameters, shapes):
             return f"{name} and {tied[p.data_ptr()]} are one tensor; the handout's model does not tie them"
 
 
-class Slot(typing.NamedTuple):
-    """Where a weight of the staff's lies in your model: rows of a parameter, which may be transposed."""
-    own: str
-    rows: slice = slice(None)
-    turned: bool = False
-
-    def of(self, tensor):
-        if tensor is None: return None
-        return tensor[self.rows].T if self.turned else tensor[self.rows]
+STEP = 2.0 ** -20
 
 
-def slots_by_value(parameters, w):
-    """Slots of a model that holds these weights; several may lie in one parameter."""
-    slots = {}
+def numbered(shapes):
+    """Weights whose elements are STEP times 1, 2, 3 ...: a model that gets them shows where it keeps each of them."""
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    numbers = STEP * torch.arange(1, sum(sizes) + 1)
+    return {name: t.view(shapes[name]) for name, t in zip(shapes, numbers.split(sizes))}
+
+
+def places_in(parameters, shapes):
+    """{your parameter: which of the staff's weights' elements, counted from 0, it holds}; {} where one is missing."""
+    count, places = sum(math.prod(shape) for shape in shapes.values()), {}
     for own, p in parameters.items():
-        for name, t in w.items():
-            for turned in (False, True)[:t.dim()]:
-                q = p.T if turned and p.dim() == 2 else p
-                if q.shape[1:] != t.shape[1:]: continue
-                for at in range(0, len(q) - len(t) + 1, len(t)):
-                    if not torch.equal(q[at:at + len(t)], t): continue
-                    slots[name] = Slot(own, slice(None), turned) if turned else Slot(own, slice(at, at + len(t)))
-    return slots
+        place = p.detach().double() / STEP - 1
+        if bool(((place == place.round()) & (place >= 0) & (place < count)).all()): places[own] = place.long()
+    found = torch.cat([torch.tensor([], dtype=torch.long), *(place.flatten() for place in places.values())])
+    return places if len(found.unique()) == count else {}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -242,16 +220,12 @@ def random_weights(shapes):
 
 def batch_of(V, T):
     g = torch.Generator().manual_seed(337)
-    return torch.randint(V, (2, T), generator=g), torch.randint(V, (2, T), generator=g)
+    return {name: torch.randint(V, (2, T), generator=g) for name in ("tokens", "targets")}
 
 
 def logits_of(model, tokens):
-    try:
-        with contextlib.redirect_stdout(sys.stderr): logits = model(tokens)
-    except Exception as e:
-        as_yours = "tests/adapters.py:run_transformer_lm calls it as you do"
-        hint = as_yours if isinstance(e, TypeError) else "context_length sets fewer tokens"
-        raise Usage(f"forward of {tokens.shape[1]} tokens {raised(e)}; {hint}") from e
+    hint = "; context_length sets fewer tokens, and tests/adapters.py:run_transformer_lm calls it as you do"
+    with your_code(f"forward of {tokens.shape[1]} tokens", hint): logits = model(tokens)
     if isinstance(logits, (tuple, list)):
         note("of what the model returns, the first is taken as the logits")
         logits = logits[0]
@@ -259,18 +233,21 @@ def logits_of(model, tokens):
     return logits.reshape(*tokens.shape, -1) if logits.numel() % tokens.numel() == 0 else logits
 
 
-def modules_of(model, slots, right):
-    """The modules whose outputs are compared, by the staff's names."""
-    modules = {staff_name(name): m for name, m in model.named_modules()}
-    found = {name: m for name, m in modules.items() if name in right}
-    for name, slot in slots.items():
-        m = modules.get(slot.own.rpartition(".")[0])
-        whole = m is not None and [p.numel() for p in m.parameters()] == [right[name].numel()]
-        if whole: found.setdefault(name.removesuffix(".weight"), m)
+def modules_of(model, places, w, ours):
+    """The modules whose outputs are compared, by the staff's names. ours: the names of what we have an output of."""
+    modules, start = {staff_name(name): m for name, m in model.named_modules()}, 0
+    found = {name: m for name, m in modules.items() if name in ours}
+    for name, t in w.items():
+        for own, place in places.items():
+            m = modules.get(own.rpartition(".")[0])
+            alone = m is not None and len(list(m.parameters())) == 1
+            if alone and place.numel() == t.numel() and place.min() == start:
+                found.setdefault(name.removesuffix(".weight"), m)
+        start += t.numel()
     return found
 
 
-def run_yours(model, modules, tokens, targets, autocast):
+def run_yours(model, modules, batch, autocast):
     """{module: its first output} of those that were called, the loss; the gradients are in the parameters."""
     out = {}
 
@@ -282,11 +259,11 @@ def run_yours(model, modules, tokens, targets, autocast):
     hooks = [m.register_forward_hook(keep(name)) for name, m in modules.items()]
     model.zero_grad(set_to_none=True)
     try:
-        with autocast: logits = logits_of(model, tokens)
+        with autocast: logits = logits_of(model, batch["tokens"])
     finally:
         for h in hooks: h.remove()
     if logits.grad_fn is None: raise Usage("the logits have no grad_fn: forward detaches them, or is under no_grad()")
-    loss = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+    loss = F.cross_entropy(logits.float().flatten(0, -2), batch["targets"].flatten())
     with your_code("backward"): loss.backward()
     return out | {"lm_head": logits.detach()}, loss.detach()
 
@@ -324,20 +301,24 @@ def copy_of(model):
     return model.float().eval()
 
 
+def parameters_of(model):
+    return {staff_name(name): p.requires_grad_() for name, p in model.named_parameters(remove_duplicate=False)}
+
+
 @verdict
 def check_model(model, num_heads=4, rope_theta=10000.0, context_length=32, precision="fp32"):
     """Compares a copy of the nn.Module, or assignment 1's run_transformer_lm, with ./cs336."""
     if not isinstance(model, torch.nn.Module): return check_model_function(model, context_length, precision)
     model = copy_of(model)
-    parameters = {staff_name(name): p.requires_grad_() for name, p in model.named_parameters(remove_duplicate=False)}
+    parameters = parameters_of(model)
     shapes = staff_shapes(parameters)
     wrong = wrong_parameters(parameters, shapes)
     if wrong: return bool(print(f"DIFFERS before anything is run: {wrong}."))
-    V, C = shapes["lm_head.weight"]
+    C = shapes["ln_final.weight"][0]
     if C % (2 * num_heads):
         raise Usage(f"--num_heads: got {num_heads}, takes a number that cuts d_model {C} into heads of even size")
-    slots, w, batch = {name: Slot(name) for name in shapes}, random_weights(shapes), batch_of(V, context_length)
-    return compare_model(model, parameters, slots, w, *batch, num_heads, rope_theta, precision)
+    places = places_in(numbered(shapes), shapes)
+    return compare_model(model, parameters, places, shapes, context_length, num_heads, rope_theta, precision)
 
 
 def check_model_function(function, context_length, precision):
@@ -345,62 +326,62 @@ def check_model_function(function, context_length, precision):
     names = "vocab_size context_length d_model num_layers num_heads d_ff rope_theta"
     sizes = {name: SIZES[name] for name in names.split()}
     V, T, C, layers, heads, d_ff, theta = sizes.values()
-    w, caught = random_weights(shapes_of(V, C, d_ff, layers)), []
-    tokens, targets = batch_of(V, min(T, context_length))
+    shapes, caught, context_length = shapes_of(V, C, d_ff, layers), [], min(T, context_length)
+    call = lambda w, tokens: function(**sizes, weights={name: t.clone() for name, t in w.items()}, in_indices=tokens)
     keep = lambda module, inputs, output: caught.append((module, len(inputs)))
     hook = torch.nn.modules.module.register_module_forward_hook(keep)
     try:
-        with your_code(function.__name__):
-            logits = function(**sizes, weights={name: t.clone() for name, t in w.items()}, in_indices=tokens)
+        with your_code(function.__name__): call(numbered(shapes), batch_of(V, context_length)["tokens"])
     finally: hook.remove()
-    rest = w, tokens, targets, heads, theta, precision
+    rest = shapes, context_length, heads, theta, precision
     for model, inputs in reversed(caught):
-        parameters = {name: p.requires_grad_() for name, p in model.named_parameters(remove_duplicate=False)}
-        slots = slots_by_value({name: p.detach() for name, p in parameters.items()}, w)
-        if slots.keys() == w.keys() and inputs == 1: return compare_model(model.eval(), parameters, slots, *rest)
+        parameters = parameters_of(model)
+        places = places_in(parameters, shapes)
+        if places and inputs == 1: return compare_model(model.eval(), parameters, places, *rest)
     note("no module that takes the tokens alone has the weights: only the logits are compared, and no gradients")
-    return compare_model(lambda tokens: logits, {}, {}, *rest)
+    return compare_model(functools.partial(call, random_weights(shapes)), {}, {}, *rest)
 
 
 @matmuls("fp32")
-def compare_model(model, parameters, slots, w, tokens, targets, heads, theta, precision):
-    (V, C), layers, bound, seen = w["lm_head.weight"].shape, (len(w) - 3) // 9, BOUNDS[precision], Seen()
-    random_words = ""
-    here = next(iter(parameters.values())).device if parameters else tokens.device
-    w, tokens, targets = {name: t.to(here) for name, t in w.items()}, tokens.to(here), targets.to(here)
-    for name, slot in slots.items(): slot.of(parameters[slot.own].data).copy_(w[name])
-    theirs = cs336("model", {"weights": w, "batch": {"tokens": tokens, "targets": targets}}, "--num_heads", heads,
-                   "--rope_theta", theta, "--precision", precision.replace("tf32", "fp32"))
-    usual = dict(heads=heads, theta=theta, layers=layers)
-    formula = torch.no_grad()(lambda see, **wrong: formulas.reference(see, w, tokens, **usual | wrong))
-    right = {}
+def compare_model(model, parameters, places, shapes, context_length, heads, theta, precision):
+    """The verdict on a model. Where it has parameters, the places of the staff's weights in them are given."""
+    (V, C), layers, bound = shapes["lm_head.weight"], (len(shapes) - 3) // 9, BOUNDS[precision]
+    here = next(iter(parameters.values())).device if parameters else torch.device("cpu")
+    w, batch = ({name: t.to(here) for name, t in x.items()} for x in (random_weights(shapes), batch_of(V, context_length)))
+    flat = torch.cat([t.flatten() for t in w.values()])
+    for own, place in places.items(): parameters[own].data.copy_(flat[place])
+    theirs = cs336("model", {"weights": w, "batch": batch}, "--num_heads", heads, "--rope_theta", theta,
+                   "--precision", precision.replace("tf32", "fp32"))
+    usual, right = dict(w=w, heads=heads, theta=theta, order=range(layers)), {}
+    formula = torch.no_grad()(lambda see, **wrong: formulas.reference(see, tokens=batch["tokens"], **usual | wrong))
     formula(right.__setitem__)
-    if difference(right["lm_head"], theirs["logits"]) > BOUNDS[precision]:
+    if difference(right["lm_head"], theirs["logits"]) > bound:
         raise Usage("./cs336 and the model in tests/check.py differ: please report it")
     right["lm_head"], gradients = theirs["logits"], {}
     if parameters:
-        modules = modules_of(model, slots, right | w)
+        modules = modules_of(model, places, w, right)
         autocast = torch.autocast(here.type, torch.bfloat16, enabled=precision == "bf16")
-        with matmuls(precision): out, loss = run_yours(model, modules, tokens, targets, autocast)
-        own = {name: slot.of(parameters[slot.own].grad) for name, slot in slots.items()}
-        unused = [name for name, g in own.items() if g is None]
+        with matmuls(precision): out, loss = run_yours(model, modules, batch, autocast)
+        grads, unused = torch.full_like(flat, math.nan), [own for own in places if parameters[own].grad is None]
+        for own in places.keys() - unused: grads[places[own]] = parameters[own].grad
         if unused: note(f"no gradient reaches {few(unused)}")
-        gradients = {name: apart(g, theirs["grad." + name]) for name, g in own.items()}
-    else: out = {"lm_head": logits_of(model, tokens).detach()}
+        grads = zip(w, grads.split([t.numel() for t in w.values()]))
+        gradients = {name: apart(g.view(shapes[name]), theirs["grad." + name]) for name, g in grads}
+    else: out = {"lm_head": logits_of(model, batch["tokens"]).detach()}
     outputs = {name: apart(out[name], x) for name, x in right.items() if name in out}
     if parameters: outputs["loss"] = apart(loss, theirs["loss"])
     print(f"\n{type(model).__name__}: {layers} layers, d_model {C}, {heads} heads, vocabulary {V}; "
-          f"batch {list(tokens.shape)}, {precision}. Relative differences from ./cs336:\n")
+          f"batch {[2, context_length]}, {precision}. Relative differences from ./cs336:\n")
     table_of({"output": outputs} | ({"gradient": gradients} if gradients else {}), bound)
     first = next((name for name, x in outputs.items() if x > bound), None)
     worst = next((name for name, x in reversed(gradients.items()) if x > bound), None)
     if first:
-        if parameters:  # once more, in fp32
-            with seen: again, _ = run_yours(model, modules, tokens, targets, contextlib.nullcontext())
-            if difference(again["lm_head"], out["lm_head"]) > bound: random_words = "Two forwards of yours differ."
-            if precision != "fp32": out = again
-        tried = formulas.mistakes(w, heads, theta, layers, first)
-        explain_outputs(first, outputs, out, seen, random_words, tried, w, tokens, formula)
+        before = list(outputs)[:list(outputs).index(first)]
+        all_up_to = f"all up to {before[-1]} agree" if before else "no module before it was seen"
+        print(f"DIFFERS. The first module that differs, in the order of forward, is {first}; {all_up_to}."
+              f"{not_finite(out[first])}")
+        again = functools.partial(run_yours, model, modules, batch, contextlib.nullcontext()) if parameters else None
+        explain_outputs(first, out, again, precision, batch["tokens"], formula, usual)
     elif worst:
         print(f"DIFFERS. Forward agrees. The first gradient that differs, in the order of backward, is {worst}'s. "
               "Is there a backward of your own, a detach(), or a weight that is used twice?")
@@ -408,25 +389,24 @@ def compare_model(model, parameters, slots, w, tokens, targets, heads, theta, pr
     return not first and not worst
 
 
-def solved_eps(out, w, tokens):
-    """The eps with which RMSNorm gives layers.0.ln1's output: y = w x / sqrt(mean(x^2) + eps)."""
-    x, weight = w["token_embeddings.weight"][tokens].double(), w["layers.0.ln1.weight"].double()
-    squares = (weight * x).square().sum(-1) / out["layers.0.ln1"].double().square().sum(-1)
-    return float((squares - x.square().mean(-1)).median())
-
-
-def explain_outputs(first, outputs, out, seen, random_words, tried, w, tokens, formula):
-    before = list(outputs)[:list(outputs).index(first)]
-    all_up_to = f"all up to {before[-1]} agree" if before else "no module before it was seen"
-    print(f"DIFFERS. The first module that differs, in the order of forward, is {first}; {all_up_to}."
-          f"{not_finite(out[first])}")
-    eps, tried, stages = solved_eps(out, w, tokens) if "layers.0.ln1" in outputs else 0, list(tried), {}
-    norm = functools.partial(formulas.rms_norm, eps=eps)
-    if eps > 0: tried.append((dict(norm=norm), f"RMSNorm's eps is {eps:.2g} instead of 1e-5"))
+def explain_outputs(first, out, again, precision, tokens, formula, usual):
+    """Says what is likely wrong, from first on. again() runs yours in fp32."""
+    seen, stages, random_words = Seen(), {}, ""
+    if again:
+        with seen: once_more, _ = again()
+        if difference(once_more["lm_head"], out["lm_head"]) > BOUNDS[precision]:
+            random_words = "Two forwards of yours differ. "
+        if precision != "fp32": out = once_more
+    w, tried = usual["w"], list(formulas.mistakes(**usual, first=first))
+    if "layers.0.ln1" in out:  # the eps of y = w x / sqrt(mean(x^2) + eps)
+        x, weight, y = w["token_embeddings.weight"][tokens], w["layers.0.ln1.weight"], out["layers.0.ln1"]
+        squares = (weight * x).double().square().sum(-1) / y.double().square().sum(-1)
+        eps = float((squares - x.double().square().mean(-1)).median())
+        norm = functools.partial(formulas.rms_norm, eps=eps)
+        if eps > 0: tried.append((dict(norm=norm), f"RMSNorm's eps is {eps:.2g} instead of 1e-5"))
     formula(lambda name, x: None, stages=stages)
-    inside, unseen = ".".join(first.split(".")[:3]), lambda words: f"{random_words} {words}".strip()
-    say_cause(*likely_causes(tried, formula, out), "The handout's model",
-              lambda: unseen(seen.lacks(stages.get(inside, {}))))
+    inside = stages.get(".".join(first.split(".")[:3]), {})
+    say_cause(*likely_causes(tried, formula, out), "The handout's model", lambda: random_words + seen.lacks(inside))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -436,84 +416,85 @@ def explain_outputs(first, outputs, out, seen, random_words, tried, w, tokens, f
 RULES = {"2026's handout": {}, "2025's handout, where the weight decays after the step": dict(after=True),
          "torch.optim.AdamW, where eps is added after the bias correction": dict(of_torch=True),
          "torch.optim.AdamW, but the weight decays after the step, as in 2025's": dict(of_torch=True, after=True)}
-def step_groups(optimizer, w, gradients):
-    """Your weights after a step for each of the gradients, with two groups."""
-    parameters = {name: torch.nn.Parameter(t.clone()) for name, t in w.items()}
-    halves = [list(parameters.values())[i::2] for i in range(2)]
-    with your_code("with two parameter groups, the optimizer"):
-        step = optimizer([{"params": halves[0]}, {"params": halves[1]} | formulas.OTHER], **GIVEN)
-        for t in range(len(gradients)):
-            for name, p in parameters.items(): p.grad = gradients[t][name].clone()
-            for i, group in enumerate(step.param_groups):
+
+
+def step_yours(optimizer, w, gradients, groups, seen):
+    """(your weights after a step for each of the gradients, the names of the gradients that step() changed)"""
+    parameters, changed = {name: torch.nn.Parameter(t.clone()) for name, t in w.items()}, set()
+    given = list(parameters.values())
+    if groups: given = [{"params": given[0::2]}, {"params": given[1::2]} | formulas.OTHER]
+    with your_code(f"with {'two parameter groups' if groups else '(params, lr, betas, eps, weight_decay)'}, the optimizer"):
+        step = optimizer(given, **GIVEN)
+        for t, grads in enumerate(gradients):
+            for name, p in parameters.items(): p.grad = grads[name].clone()
+            for i, group in enumerate(step.param_groups if groups else []):
                 setting = formulas.settings_of(i, t + 1)[t]
                 group |= {key: setting[key] for key in formulas.FACTORS}
-            step.step()
-    return {name: p.detach() for name, p in parameters.items()}
+            with seen if t == len(gradients) - 1 else contextlib.nullcontext(): step.step()
+            changed |= {name for name, p in parameters.items()
+                        if p.grad is not None and not torch.equal(p.grad, grads[name])}
+    for state in step.state.values(): seen.keep(list(state.values()) if isinstance(state, dict) else [])
+    return {name: p.detach() for name, p in parameters.items()}, changed
 
 
 @verdict
 def check_adamw(optimizer, steps=3):
-    """Compares three steps of your AdamW, each on the gradients of ./cs336's model, with its steps.
+    """Compares three steps of your AdamW on the gradients of ./cs336's model with its steps, then two groups.
 
     AdamW's first step depends on a gradient's sign alone, which rounding decides where a gradient is nearly 0. So
     elements are compared whose gradients are 0 in each step, or at least a tenth of the tensor's rms."""
-    w, (tokens, targets) = random_weights(shapes_of(97, 32, 48, 2)), batch_of(97, 24)
-    batch = {"tokens": tokens, "targets": targets}
-    ours = lambda weights, steps: cs336("model", {"weights": weights, "batch": batch}, "--num_heads", 4,
+    w, gradients, seen, clear = random_weights(shapes_of(97, 32, 48, 2)), [], Seen(), {}
+    ours = lambda weights, steps: cs336("model", {"weights": weights, "batch": batch_of(97, 24)}, "--num_heads", 4,
                                         "--steps", steps, "--lr", LR)
-    parameters = {name: torch.nn.Parameter(t.clone()) for name, t in w.items()}
-    gradients, theirs, seen, changed = [], ours(w, steps), Seen(), set()
-    with your_code("the optimizer, called with (params, lr, betas, eps, weight_decay),"):
-        step = optimizer(list(parameters.values()), **GIVEN)
+    theirs = [w]
     for t in range(steps):
-        result = ours({name: p.detach() for name, p in parameters.items()}, 0) if t else theirs
+        result = ours(theirs[t], 0)
         gradients.append({name: result["grad." + name] for name in w})
-        for name, p in parameters.items(): p.grad = gradients[-1][name].clone()
-        with your_code("step()"), seen if t == steps - 1 else contextlib.nullcontext(): step.step()
-        own = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        changed |= {name for name, grad in own.items() if not torch.equal(grad, gradients[-1][name])}
-    clear = {}
+        result = ours(w, t + 1)
+        theirs.append({name: result["param." + name] for name in w})
+    given = {name: [g[name] for g in gradients] for name in w}
     for name in w:
-        g = torch.stack([g[name] for g in gradients])
+        g = torch.stack(given[name])
         rms = g.square().flatten(1).mean(1).sqrt().view(-1, *[1] * (g.dim() - 1))
         clear[name] = (g.abs() > 0.1 * rms).all(0) | (g == 0).all(0)
-    change = lambda name, p: (p.double() - w[name].double()).masked_select(clear[name])
-    given = {name: [g[name] for g in gradients] for name in w}
+    change = lambda weights: {name: (p.double() - w[name].double())[clear[name]] for name, p in weights.items()}
 
     def by_rule(see, groups=False, **wrong):
         for i, name in enumerate(w):
             settings = formulas.settings_of(groups and i % 2, steps, **wrong)
-            see(name, change(name, formulas.after_steps(w[name], given[name], settings, **wrong)[0]))
+            see(name, change({name: formulas.after_steps(w[name], given[name], settings, **wrong)[0]})[name])
 
-    yours, right = {name: change(name, p.detach()) for name, p in parameters.items()}, {}
-    for words, rule in RULES.items(): by_rule(right.setdefault(words, {}).__setitem__, **rule)
-    right["2026's handout"] = {name: change(name, theirs["param." + name]) for name in w}
-    numbers = {whose: {name: apart(yours[name], x) for name, x in rule.items()} for whose, rule in right.items()}
+    def from_rule(yours, **rule):
+        right = {}
+        by_rule(right.__setitem__, **rule)
+        return {name: apart(yours[name], x) for name, x in right.items()}
+
+    weights, changed = step_yours(optimizer, w, gradients, False, seen)
+    yours, by_groups = change(weights), functools.partial(by_rule, groups=True)
+    numbers = {whose: from_rule(yours, **rule) for whose, rule in RULES.items()}
+    numbers["2026's handout"] = {name: apart(yours[name], x) for name, x in change(theirs[steps]).items()}
     whose = min(numbers, key=lambda whose: max(numbers[whose].values()))
-    by_groups = functools.partial(by_rule, groups=True)
-    wrong, in_groups = any(x > SAME for x in numbers[whose].values()), {}
-    columns = {f"after {steps} steps": numbers[whose]}
+    wrong, wrong_groups, columns = max(numbers[whose].values()) > SAME, False, {f"after {steps} steps": numbers[whose]}
     if not wrong:
-        in_groups, right = {name: change(name, p) for name, p in step_groups(optimizer, w, gradients).items()}, {}
-        by_groups(right.__setitem__, **RULES[whose])
-        columns["two groups, changed between steps"] = {name: apart(in_groups[name], x) for name, x in right.items()}
+        in_groups = change(step_yours(optimizer, w, gradients, True, Seen())[0])
+        columns["two groups, changed between steps"] = from_rule(in_groups, groups=True, **RULES[whose])
+        wrong_groups = max(columns["two groups, changed between steps"].values()) > SAME
     print(f"\nAdamW: {steps} steps on our gradients, lr {LR}, betas 0.9 and 0.999, eps 1e-8, weight decay {DECAY}. "
           "Relative differences of the weights' change:\n")
     table_of(columns, SAME)
     if wrong:
         print("DIFFERS.")
-        for state in step.state.values(): seen.keep(list(state.values()) if isinstance(state, dict) else [])
         p, m, v = formulas.after_steps(w["lm_head.weight"], given["lm_head.weight"], [GIVEN] * steps)
         matrices = {name: x for name, x in yours.items() if w[name].dim() > 1}  # weights near 1 hide small changes
         say_cause(*likely_causes(formulas.optimizer_mistakes(), by_rule, matrices), "AdamW",
                   lambda: seen.lacks({"m": m, "v": v, "weight after the step": p}))
-    elif in_groups and max(list(columns.values())[1].values()) > SAME:
+    elif wrong_groups:
         print("DIFFERS where there are two parameter groups, whose settings change between steps.")
         mistakes = [(RULES[whose] | wrong, cause) for wrong, cause in formulas.group_mistakes()]
         say_cause(*likely_causes([*mistakes, *formulas.optimizer_mistakes()], by_groups, in_groups), "AdamW")
     elif changed: print(f"DIFFERS: step() changes gradients in place: {few(sorted(changed))}.")
-    else: return not print(f"ok: it is the AdamW of {whose}.")
-    return False
+    else: print(f"ok: it is the AdamW of {whose}.")
+    return not (wrong or wrong_groups or changed)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -530,94 +511,80 @@ class Attention:
         self.call = yours.apply if function else yours
         self.is_triton = "triton" in f"{getattr(yours, '__module__', '')} {getattr(yours, '__qualname__', '')}".lower()
         try: arguments = [*inspect.signature(yours.forward if function else yours).parameters.values()][function:]
-        except (ValueError, TypeError): arguments = None
-        many = arguments is None or any(a.kind == a.VAR_POSITIONAL for a in arguments)
-        self.masked = bool(arguments and arguments[3:] and "mask" in arguments[3].name)
-        self.keyword = next((a.name for a in arguments or () if a.kind == a.KEYWORD_ONLY and "causal" in a.name), None)
+        except (ValueError, TypeError): arguments = []
+        many = not arguments or any(a.kind == a.VAR_POSITIONAL for a in arguments)
+        self.masked = len(arguments) > 3 and "mask" in arguments[3].name
+        self.keyword = next((a.name for a in arguments if a.kind == a.KEYWORD_ONLY and "causal" in a.name), None)
         self.takes_causal = many or len(arguments) > 3
 
     def __call__(self, q, k, v, causal):
         S, more, named = q.shape[-2], [causal] if self.takes_causal and not self.keyword else [], {}
         if self.keyword: named = {self.keyword: causal}
         if self.masked: more = [torch.ones(S, S, dtype=torch.bool, device=q.device).tril(0 if causal else S)]
-        with contextlib.redirect_stdout(sys.stderr): return self.call(q, k, v, *more, **named)
+        with contextlib.redirect_stdout(sys.stderr): o = self.call(q, k, v, *more, **named)
+        if isinstance(o, (tuple, list)): o = o[0]
+        if isinstance(o, torch.Tensor) and o.shape == q.shape: return o
+        found = list(o.shape) if isinstance(o, torch.Tensor) else type(o).__name__
+        raise Usage(f"attention returns {found}, takes a function that returns a tensor of {list(q.shape)}")
 
 
-def saved_lse(o, right):
-    """(the logsumexp that your Function saved or None, what the public test will say to it or None)"""
+def saved_lse(o, right, causal):
+    """The logsumexp that your Function saved, or None."""
     saved = getattr(o.grad_fn, "saved_tensors", None)
-    if saved is None: return None, None
+    if saved is None: return None
     flat = [t for t in saved if t is not None and t.numel() == right.numel()]
     exact = [t for t in flat if t.shape == right.shape]
-    if len(exact) == 1: return exact[0], None
+    if len(exact) == 1: return exact[0]
     found = min(exact or flat, key=lambda t: apart(t.float().reshape(right.shape), right), default=None)
     what = f"{len(exact)} saved tensors are {list(right.shape)}" if exact else "no logsumexp is saved"
     if flat and not exact: what = f"the logsumexp is saved as {list(found.shape)}"
-    found = None if found is None else found.reshape(right.shape)
-    return found, f"{what}; the public test takes exactly one saved tensor of {list(right.shape)}"
+    if not causal: note(f"{what}; the public test takes exactly one saved tensor of {list(right.shape)}")
+    return None if found is None else found.reshape(right.shape)
 
 
-def run_attention(attention, q, k, v, do, causal, theirs):
-    """({tensor: yours}, what it lacks: (is it only not written yet, in words) or None, note on the logsumexp)"""
+def run_attention(attention, q, k, v, do, causal, lse, yours):
+    """Puts into yours what your attention gives, by name, and says which inputs it changes. Usage: what it lacks."""
     qkv = [t.clone().requires_grad_() for t in (q, k, v)]
-    try: o = attention(*qkv, causal)
-    except (Exception, SystemExit) as e:
-        later, hint = not_written(e) or causal and isinstance(e, AssertionError), ""
-        if q.dim() == 3 and not later:
-            with contextlib.suppress(Exception):
-                attention(*(t.unflatten(0, (2, -1)) for t in (q, k, v)), causal)
-                hint = "; it takes [B, H, S, D]: say --num_heads 4"
-        return {}, (later, f"forward{' with is_causal' if causal else ''} {raised(e)}{hint}"), None
-    if isinstance(o, (tuple, list)): o = o[0]
-    if not isinstance(o, torch.Tensor) or o.shape != q.shape:
-        found = list(o.shape) if isinstance(o, torch.Tensor) else type(o).__name__
-        raise Usage(f"attention returns {found}, takes a function that returns a tensor of {list(q.shape)}")
-    lse, said = saved_lse(o, theirs["lse"].to(o.device))
-    yours = {"o": o.detach()} | ({} if lse is None else {"lse": lse})
-    if o.grad_fn is None: return yours, (True, "backward is not there: the output has no grad_fn"), said
-    try: o.backward(do)
-    except (Exception, SystemExit) as e:
-        stub = "incorrect number of gradients" in str(e) and "got 1)" in str(e)
-        return yours, (not_written(e) or stub, f"backward {raised(e)}"), said
-    changed = [name for name, t, own in zip("qkv", qkv, (q, k, v)) if not torch.equal(t, own)]
-    if changed: yours["changed"] = [f"attention changes its input {', '.join(changed)}"]
-    if all(t.grad is None for t in qkv): return yours, (True, "backward returns no gradients"), said
-    return yours | {name: t.grad for name, t in zip(("dq", "dk", "dv"), qkv)}, None, said
+    what = "forward with is_causal" if causal else "forward"
+    hint = "; if it takes [B, H, S, D], say --num_heads 4" if q.dim() == 3 else ""
+    with your_code(what, hint, later=AssertionError if causal else ()): o = attention(*qkv, causal)
+    lse, yours["o"] = saved_lse(o, lse.to(o.device), causal), o.detach()
+    if lse is not None: yours["lse"] = lse
+    if o.grad_fn is None: raise Usage("backward is not there: the output has no grad_fn", NOT_YET)
+    with your_code("backward"): o.backward(do)
+    if all(t.grad is None for t in qkv): raise Usage("backward returns no gradients", NOT_YET)
+    yours |= {name: t.grad for name, t in zip(("dq", "dk", "dv"), qkv)}
+    return [name for name, t, own in zip("qkv", qkv, (q, k, v)) if not torch.equal(t, own)]
 
 
-def attention_causes(attention, yours, numbers, theirs, inputs, causal, precision):
+def attention_causes(attention, yours, numbers, inputs, causal, precision):
     q, k, v, do = (t.float() for t in inputs)
-    bound, scores = BOUNDS[precision], q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    if causal: scores = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, -math.inf)
+    bound, D = BOUNDS[precision], q.shape[-1]
     if numbers["o"] > bound:
         yours = {"o": attention(q, k, v, causal).detach() if precision == "bf16" else yours["o"]}
-        D, mistakes = q.shape[-1], list(formulas.attention_mistakes(q.shape[-1]))
-        mistakes += [(dict(attend=changed), words) for changed, words in formulas.changes(formulas.attend)]
+        mistakes = formulas.mistakes_in(attend=formulas.attend)
         by_formula = lambda see, attend=formulas.attend: see("o", attend(q, k, v, causal, D))
         causes, far = likely_causes(mistakes, by_formula, yours, 2)
         by_tiles = lambda see, size=16, wrong="": see("o", formulas.tiled(q, k, v, causal, size, wrong))
         return (causes, far) if causes else likely_causes(formulas.tile_mistakes(causal), by_tiles, yours)
     if numbers.get("lse", 0) > bound:
-        lse = theirs["lse"].to(q).reshape(scores.shape[:-1])
-        wrong = [(dict(lse=other), cause) for other, cause in formulas.lse_mistakes(scores, lse)]
-        return likely_causes(wrong, lambda see, lse=theirs["lse"]: see("lse", lse), {"lse": yours["lse"].float()})
+        steps, lse = formulas.steps_of_attention(q, k, v, causal), yours["lse"].float()
+        by_formula = lambda see, lse_of=formulas.lse_of: see("lse", lse_of(steps["L"], steps["m"]).reshape(lse.shape))
+        return likely_causes(formulas.mistakes_in(lse_of=formulas.lse_of), by_formula, {"lse": lse})
     gradients = {name: yours.get(name) for name in ("dq", "dk", "dv")}
     if precision == "bf16" or any(t is None for t in gradients.values()): return [], None
     by_formula = lambda see, **wrong: formulas.backward_with(see, q, k, v, do, causal, **wrong)
-    return likely_causes(formulas.backward_mistakes(causal), by_formula, gradients)
+    return likely_causes(formulas.backward_mistakes(), by_formula, gradients)
 
 
-def at_scores_of_100(attention, q, k, v, bound):
-    """(the row of the table, what it says if it differs). All scores get one addend, so the softmax is the same."""
+def at_scores_of_100(attention, q, k, v):
+    """(the difference, in words what is not finite). All scores get one addend, so the softmax is the same."""
     q, k = q.clone(), k.clone()
     q[..., 0] = k[..., 0] = (100 * q.shape[-1] ** 0.5) ** 0.5
     theirs = cs336("attention", {"inputs": {"q": q, "k": k, "v": v, "do": v}})
-    with matmuls("fp32"): yours = attention(q, k, v, False)
-    yours = (yours[0] if isinstance(yours, (tuple, list)) else yours).detach()
-    far = apart(yours, theirs["o"].to(yours))
-    if far <= bound: return ["no", "o, scores near 100", f"{far:.1e}", "ok"], ""
+    yours = attention(q, k, v, False).detach()
     overflows = "" if yours.isfinite().all() else " exp(100) is infinite in fp32: subtract a row's maximum before exp."
-    return ["no", "o, scores near 100", f"{far:.1e}", "DIFFERS"], f"o, scores near 100:{not_finite(yours)}{overflows}"
+    return apart(yours, theirs["o"].to(yours)), f"o, scores near 100:{not_finite(yours)}{overflows}"
 
 
 @verdict
@@ -632,40 +599,45 @@ def check_attention(attention, precision="fp32", context_length=128, head_size=6
     shape = [4, *([num_heads] if num_heads else []), context_length, head_size]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     inputs = q, k, v, do = [torch.randn(shape, generator=g).to(here, dtype) for _ in range(4)]
-    rows, causes, lacks, worst, unmasked, more = [], {}, {}, 0, False, []
+    rows, causes, lacks, worst, unmasked, more = [], {}, {}, 0, False, {}
     for causal in (False, True)[:1 + attention.takes_causal]:
-        theirs = cs336("attention", {"inputs": {"q": q, "k": k, "v": v, "do": do}}, *["--causal"][:causal])
-        with matmuls(precision): yours, lack, said = run_attention(attention, q, k, v, do, causal, theirs)
-        if lack: lacks.setdefault(lack[1], lack[0])
+        theirs, yours = cs336("attention", {"inputs": {"q": q, "k": k, "v": v, "do": do}}, *["--causal"][:causal]), {}
+        try:
+            with matmuls(precision): changed = run_attention(attention, *inputs, causal, theirs["lse"], yours)
+            if changed: more[f"attention changes its input {', '.join(changed)}"] = True
+        except Usage as e: lacks.setdefault(str(e), e)
         if not yours: continue
-        if said and not causal: note(said)
-        more += [line for line in yours.pop("changed", []) if line not in more]
         numbers = {name: apart(t, theirs[name]) for name, t in yours.items()}
-        bad = any(x > bound for x in numbers.values())
+        bad = max(numbers.values()) > bound
         without = formulas.attend(q.float(), k.float(), v.float(), False, head_size).to(dtype)
-        unmasked = bad and causal and not causes and apart(yours["o"], without) <= bound
-        unmasked = unmasked and not (here == "cuda" and attention.is_triton)
+        may_ignore = causal and not causes and not (here == "cuda" and attention.is_triton)
+        unmasked = bad and may_ignore and apart(yours["o"], without) <= bound
         word = lambda x: "no mask" if unmasked else "DIFFERS" if x > bound else "ok"
         rows += [["yes" if causal else "no", name, f"{x:.1e}", word(x)] for name, x in numbers.items()]
         if not bad or unmasked: continue
         worst = max(worst, *numbers.values())
         with matmuls("fp32"):
-            causes[causal] = attention_causes(attention, yours, numbers, theirs, inputs, causal, precision)
-        more += [f"{name}:{said}" for name, t in yours.items() if (said := not_finite(t))]
-    if not rows: raise (NotYet if all(lacks.values()) else Usage)(next(iter(lacks)))
+            causes[causal] = attention_causes(attention, yours, numbers, inputs, causal, precision)
+        more |= {f"{name}:{said}": True for name, t in yours.items() if (said := not_finite(t))}
+    broken = [e for e in lacks.values() if e.word != NOT_YET]
+    if not rows: raise [*broken, *lacks.values()][0]
     if precision == "fp32" and here == "cpu" and not causes:
-        row, said = at_scores_of_100(attention, q, k, v, bound)
-        rows.append(row)
-        more += [said] if said else []
+        far, said = at_scores_of_100(attention, q, k, v)
+        rows.append(["no", "o, scores near 100", f"{far:.1e}", "DIFFERS" if far > bound else "ok"])
+        if far > bound: more[said] = True
     print(f"\nattention: {shape}, {precision}. Relative differences from ./cs336:\n")
     show(["causal", "tensor", "difference", f"bound {bound:g}"], rows)
-    for words, later in lacks.items(): print(f"{'not written yet' if later else 'not compared'}: {words}")
+    for e in lacks.values(): print(f"{NOT_YET if e.word == NOT_YET else 'not compared'}: {e}")
     if not attention.takes_causal: print("not compared: a causal mask, since the function takes (q, k, v)")
     for line in more: print(f"DIFFERS: {line}")
-    unseen = functools.partial(unseen_in_attention, attention, inputs, min(causes, default=False))
-    as_tf32 = here == "cuda" and precision == "fp32" and worst <= BOUNDS["tf32"]
-    if causes: return attention_differs(causes, unseen, as_tf32)
-    broken = [words for words, later in lacks.items() if not later]
+    if causes:
+        print("DIFFERS, " + " and ".join("causal" if causal else "not causal" for causal in causes) + ".")
+        # A mistake that is no mask's shows without a mask; a mask's is seen only where it is used.
+        unseen = functools.partial(unseen_in_attention, attention, inputs, min(causes))
+        say_cause(*causes[min(causes)], "Attention by its formula", unseen)
+        if here == "cuda" and precision == "fp32" and worst <= BOUNDS["tf32"]:
+            print("It is of TF32's size: for fp32, tl.dot takes input_precision='ieee'. --precision tf32 allows it")
+        return False
     if broken: raise Usage(f"{broken[0]}; what is in the table is ok")
     if more: return False
     there = " of what is there" if lacks else ""
@@ -678,20 +650,11 @@ def check_attention(attention, precision="fp32", context_length=128, head_size=6
 def unseen_in_attention(attention, inputs, causal):
     """In words, which of ours no operation of yours gives."""
     q, k, v, do = (t.float() for t in inputs)
-    leaves, stages = [t.clone().requires_grad_() for t in (q, k, v)], {}
-    o = formulas.changed_attend(q, k, v, causal, q.shape[-1], stages=stages)
-    dp = do @ v.mT
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     with contextlib.suppress(Exception), Seen() as seen: attention(*leaves, causal).backward(do)
-    stages |= {"O": o, "dP": dp, "dS": stages["softmax"] * (dp - (do * o).sum(-1, keepdim=True))}
-    return seen.lacks(stages)
-
-
-def attention_differs(causes, unseen, as_tf32):
-    print("DIFFERS, " + " and ".join("causal" if causal else "not causal" for causal in causes) + ".")
-    # A mistake that is no mask's shows without a mask; a mask's is seen only where it is used.
-    say_cause(*causes[min(causes)], "Attention by its formula", unseen)
-    if as_tf32: print("It is of TF32's size: for fp32, tl.dot takes input_precision='ieee'. --precision tf32 allows it")
-    return False
+    steps, dp = formulas.steps_of_attention(q, k, v, causal), do @ v.mT
+    ds = steps["p"] * (dp - (do * steps["O"]).sum(-1, keepdim=True))
+    return seen.lacks(steps["stages"] | {"O": steps["O"], "dP": dp, "dS": ds})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -846,27 +809,27 @@ def check_one(part, name, yours, o):
     if part == "model": return check_typed_model(yours, o)
     if part == "adamw": return check_adamw.__wrapped__(yours)
     if part != "attention": return on_ranks(part, yours)
-    if "triton" in name and not torch.cuda.is_available(): raise NoGPU(f"{name} needs a GPU")
+    if "triton" in name and not torch.cuda.is_available(): raise Usage(f"{name} needs a GPU", NO_GPU)
     return check_attention.__wrapped__(yours, precision=o.precision, num_heads=o.num_heads)
 
 
 def check_typed(o):
     """The exit code. What is not written yet is said, and fails nothing else."""
     if torch is None: raise Usage(f"check.py needs PyTorch (pip install torch): {no_torch}")
-    words = []
+    words, order = [], ["ok", "DIFFERS", "cannot be checked", NOT_YET, NO_GPU]
     for part in PARTS if o.what == "all" else [o.what]:
         for name, yours in find(o.yours, part, o.what != "all"):
             print(f"\n== {part}: {name}")
-            try: words.append({True: "ok", False: "DIFFERS", None: Usage.word}[check_one(part, name, yours, o)])
+            try: words.append({True: "ok", False: "DIFFERS", None: order[2]}[check_one(part, name, yours, o)])
             except Usage as e:
                 print(f"{e.word}: {e}")
                 words.append(e.word)
     numbers = "no one two three four five six seven eight nine ten".split()
-    counted = [f"{numbers[words.count(word)]} {word}" for word in ORDER if word in words]
+    counted = [f"{numbers[words.count(word)]} {word}" for word in order if word in words]
     if o.what == "all" and words: print(f"\n{', '.join(counted)}.")
-    if not set(words) - {NotYet.word, NoGPU.word}:
+    if not set(words) - {NOT_YET, NO_GPU}:
         raise Usage(f"{'nothing' if words else 'no function of the course'} of {o.yours} is written yet")
-    return 1 if "DIFFERS" in words else 2 if Usage.word in words else 0
+    return 1 if "DIFFERS" in words else 2 if order[2] in words else 0
 
 
 def run(words):

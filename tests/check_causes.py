@@ -1,8 +1,9 @@
 """tests/check_causes.py: ours, as formulas, and which small change of them gives what yours gives.
 
 changes() reads a formula's own text and changes it in one place: a factor left out, eps outside the root, another axis,
-power, sign, name or order of lines. A mistake has an entry here only if it is more than that, or has plainer words."""
-import ast, contextlib, copy, functools, inspect, itertools, math, time
+power, sign, name or order of lines. A mistake has an entry here only if it is more than that, or has plainer words;
+then rewritten() puts other lines into the formula's text."""
+import ast, contextlib, copy, functools, inspect, itertools, math, re, time
 import torch
 from torch import cos, exp, log, sigmoid, sin, softmax, sqrt, tanh, where  # noqa: F401, names of changed formulas
 import torch.nn.functional as F
@@ -46,7 +47,7 @@ def apart(a, b):
 ALIKE = [set(words.split()) for words in (
     "silu gelu gelu_by_tanh relu sigmoid tanh", "mean total", "cos sin", "ln1 ln2", "attn ffn", "x h", "x w",
     "gate value", "a b", "T D", "q k v dO O", "dP dS P D", "dQ dK dV", "scores masked p", "p m v g", "m v m_hat v_hat",
-    "lr beta1 beta2 eps decay lr_t")]
+    "L m", "c s", "i j", "lr beta1 beta2 eps decay lr_t")]
 
 
 def alternatives(node, names):
@@ -78,16 +79,19 @@ def alternatives(node, names):
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
         alike = set().union(*(words for words in ALIKE if node.id in words)) - {node.id}
         for name in sorted(alike & names if node.id in names else alike): yield ast.Name(name, ast.Load())
-        if node.id == "D": yield ast.Attribute(node, "mT", ast.Load())
+        if node.id in ("D", "L"): yield ast.Attribute(node, "mT", ast.Load())
 
 
-def places(tree):
-    """(node, how to put another in its place) of each part of a tree."""
-    for parent in ast.walk(tree):
-        for field, value in ast.iter_fields(parent):
-            if isinstance(value, ast.AST): yield value, functools.partial(setattr, parent, field)
-            for i, item in enumerate(value) if isinstance(value, list) else ():
-                if isinstance(item, ast.AST): yield item, functools.partial(value.__setitem__, i)
+def variants(node, names):
+    """Each tree that is this one with one part changed."""
+    yield from alternatives(node, names)
+    for field, value in ast.iter_fields(node):
+        parts = value if isinstance(value, list) else [value]
+        for i, part in enumerate(parts):
+            for other in variants(part, names) if isinstance(part, ast.AST) else ():
+                changed = copy.copy(node)
+                setattr(changed, field, [*parts[:i], other, *parts[i + 1:]] if isinstance(value, list) else other)
+                yield changed
 
 
 # Changes that have plainer words than their formula.
@@ -98,6 +102,11 @@ PLAIN = {"t = steps": "t of the bias correction begins at 0 instead of 1",
          "lr_t = lr * (1 - beta2 ** t) ** 0.5": "only v gets its bias correction: 1 - beta1^t is missing",
          "lr_t = lr * (1 - beta2 ** t) / (1 - beta1 ** t)": "the bias correction takes 1 - beta2^t without its root",
          "p = softmax(masked, -2)": "softmax runs over the queries instead of the keys: it takes dim=-1",
+         "p = softmax(scores, -1)": "there is no causal mask",
+         "scores = q @ k.mT": "scores are not divided by sqrt(D)",
+         "scores = q @ k.mT / D": "scores are divided by D, or by sqrt(D) twice, instead of by sqrt(D)",
+         "q = split(q)": "only k gets the rotary embedding, and q does not",
+         "k = split(k)": "only q gets the rotary embedding, and k does not",
          "h = attn(ln1(x))": "the residual is missing around attention: it is x + attn(ln1(x))",
          "return ffn(ln2(h))": "the residual is missing around the FFN: it is x + ffn(ln2(x))",
          "return h + ffn(ln1(h))": "the FFN's norm is ln1 instead of ln2",
@@ -110,6 +119,10 @@ PLAIN = {"t = steps": "t of the bias correction begins at 0 instead of 1",
          "return relu(gate) * value": "the activation is ReLU instead of SiLU",
          "return silu(value) * gate": "w1 and w3 are swapped: SwiGLU is w2(silu(w1 x) * w3 x)",
          "return silu(gate * value)": "the FFN is w2(silu(w1 x * w3 x)) instead of w2(silu(w1 x) * w3 x)",
+         "P = exp(S - L)": "backward recomputes P without the causal mask",
+         "P = exp(S - L.mT) * seen": "backward subtracts L along the keys: S - L takes L[..., :, None]",
+         "P = exp(S - m) * seen": "backward subtracts only the scores' maximum m instead of L = m + log l",
+         "dS = P * dP": "backward lacks D = rowsum(dO * O): dS = P * (dP - D)",
          "dS = P * (dP - D.mT)": "backward subtracts D along the keys: dP - D takes D[..., :, None]",
          "dK = dS @ q * scale": "dK is dS Q; dK = dS^T Q is right", "dV = P @ dO": "dV is P dO; dV = P^T dO is right",
          "dQ = dS @ k": "dQ lacks the factor 1/sqrt(D)", "dK = dS.mT @ q": "dK lacks the factor 1/sqrt(D)",
@@ -119,48 +132,49 @@ PLAIN = {"t = steps": "t of the bias correction begins at 0 instead of 1",
 
 
 @functools.cache
+def lines_of(formula):
+    return [ast.unparse(line) for line in ast.parse(inspect.getsource(formula)).body[0].body]
+
+
+def with_lines(formula, lines):
+    """The function that has these lines instead of the formula's."""
+    space = dict(formula.__globals__)
+    exec("\n    ".join([f"def other{inspect.signature(formula)}:", *lines]), space)
+    return space["other"]
+
+
+def rewritten(formula, *others):
+    """formula with other lines, each in the place of the last that sets the same name, or that returns."""
+    lines, sets = list(lines_of(formula)), lambda line: "return" if line[:6] == "return" else line.split(" = ")[0]
+    for other in others: lines[max(i for i, line in enumerate(lines) if sets(line) == sets(other))] = other
+    return with_lines(formula, lines)
+
+
+def in_words(before, after):
+    """How the lines of a formula have changed."""
+    other = [(x, y) for x, y in zip(before, after) if x != y]
+    if len(before) > len(after): return f"`{next(x for x in before if x not in after)}` is left out"
+    if sorted(before) == sorted(after): return f"`{other[0][1]}` comes before `{other[0][0]}`"
+    return PLAIN.get(other[0][1]) or "; ".join(f"`{y}` instead of `{x}`" for x, y in other)
+
+
+@functools.cache
 def changes(formula):
     """[(a function that is formula with one small change, the change in words)], each once."""
-    tree = ast.parse(inspect.getsource(formula))
-    body, found = tree.body[0].body, {}
-    if isinstance(body[0], ast.Expr): del body[0]  # what it says of itself
-    arguments = [a.arg for a in tree.body[0].args.args]
-    names = {*arguments, *(x.id for x in ast.walk(tree) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))}
-    before = [ast.unparse(line) for line in body]
-
-    def keep():
-        after = [ast.unparse(line) for line in body]
-        if after == before or str(after) in found: return
-        other = [(x, y) for x, y in zip(before, after) if x != y] if len(before) == len(after) else []
-        lost = [x for x in before if x not in after]
-        if sorted(before) == sorted(after): words = f"`{other[0][1]}` comes before `{other[0][0]}`"
-        elif other: words = PLAIN.get(other[0][1]) or "; ".join(f"`{y}` instead of `{x}`" for x, y in other)
-        else: words = f"`{lost[0]}` is left out"
-        space = dict(formula.__globals__)
-        with contextlib.suppress(SyntaxError, TypeError, ValueError):
-            exec(compile(ast.fix_missing_locations(tree), formula.__name__, "exec"), space)
-            found[str(after)] = space[formula.__name__], words
-
-    for line in body:
-        for node, put in places(line):
-            for other in alternatives(node, names):
-                put(copy.deepcopy(other))
-                keep()
-                put(node)
+    lines, arguments, found = lines_of(formula), list(inspect.signature(formula).parameters), {}
+    names = {*arguments, *(name for line in lines for name in re.findall(r"\w+", line.rpartition(" = ")[0]))}
+    bodies = [lines[:i] + [ast.unparse(other)] + lines[i + 1:] for i, line in enumerate(lines)
+              for other in variants(ast.parse(line).body[0], names)]
     for a, b in itertools.combinations(arguments, 2):  # two names are swapped throughout
         swap = {a: b, b: a}
-        uses = [x for line in body for x in ast.walk(line) if isinstance(x, ast.Name) and x.id in swap]
-        for x in uses: x.id = swap[x.id]
-        keep()
-        for x in uses: x.id = swap[x.id]
-    for i, line in enumerate(body[:-1]):
-        del body[i]  # a line is left out, or comes later
-        keep()
-        for j in range(i + 1, len(body)):
-            body.insert(j, line)
-            keep()
-            del body[j]
-        body.insert(i, line)
+        bodies.append([re.sub(rf"\b({a}|{b})\b", lambda name: swap[name[0]], line) for line in lines])
+    for i, line in enumerate(lines[:-1]):  # a line is left out, or comes later
+        rest = lines[:i] + lines[i + 1:]
+        bodies += [rest, *(rest[:j] + [line] + rest[j:] for j in range(i + 1, len(rest)))]
+    for body in bodies:
+        if body == lines or tuple(body) in found: continue
+        with contextlib.suppress(SyntaxError, TypeError, ValueError):
+            found[tuple(body)] = with_lines(formula, body), in_words(lines, body)
     return list(found.values())
 
 
@@ -187,22 +201,21 @@ def likely_causes(mistakes, run, yours, seconds=3):
     """([cause], how near) of those (arguments of run, cause) that give what yours gives: one of them, or else two.
 
     run(see, **arguments) calls see(name, tensor) in the order in which it computes."""
-    right = {}
+    right, near, others = {}, [], []
     run(right.__setitem__)
     yours = {name: yours[name] for name, x in right.items() if name in yours and yours[name].shape == x.shape}
-    common, singles = explains(run, {}, yours)[0], []
+    common = explains(run, {}, yours)[0]
     for wrong, cause in mistakes:
         agree, far = explains(run, wrong, yours)
-        if far is not None: singles.append((-1, far, wrong, cause))
-        elif agree >= common: singles.append((common - agree, None, wrong, cause))
-    near = [(far, cause) for _, far, _, cause in singles if far is not None]
+        if far is not None: near.append((far, cause))
+        elif agree >= common: others.append((agree - common, wrong, cause))
     if not near:
         # Of two mistakes one explains more than none, or both act where the first difference is.
-        singles.sort(key=lambda single: single[0])
+        others.sort(key=lambda other: -other[0])
         end = time.thread_time() + seconds
-        acts = functools.cache(lambda i: explains(run, singles[i][2], right)[0] <= common)
-        for i, j in itertools.combinations(range(len(singles)), 2):
-            (more, _, a, x), (_, _, b, y) = singles[i], singles[j]
+        acts = functools.cache(lambda i: explains(run, others[i][1], right)[0] <= common)
+        for i, j in itertools.combinations(range(len(others)), 2):
+            (more, a, x), (_, b, y) = others[i], others[j]
             if time.thread_time() > end or near and not more: break
             if a.keys() & b.keys() or not (more or acts(i) and acts(j)): continue
             far = explains(run, a | b, yours)[1]
@@ -257,61 +270,36 @@ class Seen(TorchDispatchMode):
 # changes() reads these formulas, so each is written as the handout has it.
 
 def gelu_by_tanh(x): return F.gelu(x, approximate="tanh")
-
-
 def mean(x, axis): return x.mean(axis, keepdim=True)
-
-
 def total(x, axis): return x.sum(axis, keepdim=True)
-
-
-def position(scores, axis):
-    return torch.arange(scores.shape[axis], device=scores.device).unsqueeze(1 if axis == -2 else 0)
+def positions(x): return torch.arange(x.shape[-2], device=x.device)
 
 
 def attend(q, k, v, causal, D):
     scores = q @ k.mT / D ** 0.5
-    seen = position(scores, -1) <= position(scores, -2)
+    i, j = positions(q)[:, None], positions(k)
+    seen = j <= i
     masked = where(seen, scores, -math.inf) if causal else scores
     p = softmax(masked, -1)
     return p @ v
 
 
-def changed_attend(q, k, v, causal, D, shift=0, fill=-math.inf, added=False, inverted=False, after=False, rounded=None,
-                   alone=False, stages=None):
-    """shift: how many keys too many a query sees. fill: what a masked score becomes, or what is added to it. inverted:
-    the mask is turned. after: it comes after softmax. rounded: P's type. alone: the first batch is taken for all."""
-    if alone: q, k, v = (t[:1].expand_as(t) for t in (q, k, v))
-    scores = q @ k.mT / D ** 0.5
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(shift if causal else q.shape[-2])
-    if inverted: seen = ~seen
-    p = softmax(scores if after else where(seen, scores, scores + fill if added else fill), -1)
-    if after: p = p * seen
-    if stages is not None: stages |= {"scores": (scores, scores[seen.expand_as(scores)]), "softmax": p}
-    return (p if rounded is None else p.to(rounded).to(p)) @ v
-
-
 def rope(x, theta, T, D):
     k = torch.arange(D // 2, dtype=torch.float64)
-    angle = (torch.arange(T)[:, None] * theta ** (-2 * k / D)).to(x)
+    angle = torch.arange(T)[:, None] * theta ** (-2 * k / D)
+    c, s = cos(angle).to(x), sin(angle).to(x)
     a, b = x[..., 0::2], x[..., 1::2]
-    return torch.stack((a * cos(angle) - b * sin(angle), a * sin(angle) + b * cos(angle)), -1).flatten(-2)
+    return torch.stack((a * c - b * s, a * s + b * c), -1).flatten(-2)
 
 
-def changed_rope(x, theta, T, D, halves=False, sign=1, rounded=None, twice=False):
-    angle = torch.arange(T)[:, None] * theta ** (-2 * torch.arange(D // 2, dtype=torch.float64) / D) * (1 + twice)
-    c, s = (t.to(rounded or x.dtype).to(x) for t in (cos(angle), sign * sin(angle)))
-    a, b = x.chunk(2, -1) if halves else (x[..., 0::2], x[..., 1::2])
-    turned = (a * c - b * s, a * s + b * c)
-    return torch.cat(turned, -1) if halves else torch.stack(turned, -1).flatten(-2)
+def heads_of(q, k, v, split, turn):
+    q = turn(split(q))
+    k = turn(split(k))
+    return q, k, split(v)
 
 
-def rms_norm(x, w, eps=1e-5):
-    return w * x / sqrt(mean(x ** 2, -1) + eps)
-
-
-def swiglu(gate, value):
-    return silu(gate) * value
+def rms_norm(x, w, eps=1e-5): return w * x / sqrt(mean(x ** 2, -1) + eps)
+def swiglu(gate, value): return silu(gate) * value
 
 
 def block(x, attn, ffn, ln1, ln2):
@@ -319,24 +307,21 @@ def block(x, attn, ffn, ln1, ln2):
     return h + ffn(ln2(h))
 
 
-def post_norm(x, attn, ffn, ln1, ln2):
-    h = ln1(x + attn(x))
-    return ln2(h + ffn(h))
+def steps_of_attention(q, k, v, causal):
+    """What attend computes on the way, and m, a row's maximum, and L, its logsumexp. stages: what yours may compute."""
+    steps = rewritten(attend, "return locals()")(q, k, v, causal, q.shape[-1])
+    scores, masked, p = (steps[name] for name in ("scores", "masked", "p"))
+    unmasked, stages = masked.isfinite(), {"scores": (scores, scores[masked.isfinite()]), "softmax": p}
+    L, m = masked.logsumexp(-1, keepdim=True), masked.amax(-1, keepdim=True)
+    return dict(scores=scores, unmasked=unmasked, L=L, m=m, p=p, O=p @ v, stages=stages)
 
 
-def normed_residual(x, attn, ffn, ln1, ln2, first=True, second=True):
-    x = ln1(x) + attn(ln1(x)) if first else x + attn(ln1(x))
-    return ln2(x) + ffn(ln2(x)) if second else x + ffn(ln2(x))
-
-
-def bare_block(x, attn, ffn, ln1, ln2):
-    return ffn(ln2(attn(ln1(x))))
-
-
-def reference(see, w, tokens, heads, theta, layers, norm=rms_norm, glu=swiglu, block=block, rope=rope, attend=attend,
-              cut="", qk_norm=False, turned="qk", place="head", joined=False, transposed=(), exchanged=(), layer=None,
-              embedding=1, final=True, end=lambda logits: logits, stages=None):
-    """Calls see(module, its output) in the order of forward. w: weights by name. The rest: ours, or a mistake."""
+def reference(see, w, tokens, heads, theta, order, norm=rms_norm, glu=swiglu, block=block, rope=rope, attend=attend,
+              heads_of=heads_of, split=lambda y, H: y.unflatten(-1, (H, -1)).transpose(1, 2),
+              join=lambda o: o.transpose(1, 2).flatten(-2), transposed=(), scale=1, final=True,
+              end=lambda logits: logits, stages=None):
+    """Calls see(module, its output) in the order of forward. w: weights by name. order: the layers, by number. stages
+    gets what is computed inside a module. The rest: ours, or a mistake."""
     kept = set()
 
     def keep(name, x):
@@ -344,142 +329,128 @@ def reference(see, w, tokens, heads, theta, layers, norm=rms_norm, glu=swiglu, b
         kept.add(name)
         return x
 
-    def weight(name):
-        for a, b in (exchanged, exchanged[::-1]) if exchanged else ():
-            if name.endswith(a): return w[name.removesuffix(a) + b + ".weight"]
-        return w[name + ".weight"]
-
     def linear(name, x):
-        return keep(name, x @ (weight(name) if name.endswith(tuple(transposed)) else weight(name).T))
+        weight = w[name + ".weight"]
+        return keep(name, x @ (weight if name.endswith(transposed) else weight.T))
 
-    def normed(name): return lambda x: keep(name, norm(x, weight(name)))
+    def normed(name): return lambda x: keep(name, norm(x, w[name + ".weight"]))
 
     def attention(name, x):
-        B, T, C = x.shape
-        D = C // heads
-        q, k, v = (linear(f"{name}.{p}_proj", x) for p in "qkv")
-        turn = lambda x: rope(x, float(theta), *x.shape[-2:])
-        if qk_norm == "all": q, k = (rms_norm(y, torch.ones(C)) for y in (q, k))
-        if place == "model": q, k = turn(q), turn(k)
-        if cut == "view": q, k, v = (y.view(B, heads, T, D) for y in (q, k, v))
-        elif cut == "last": q, k, v = (y.view(B, T, D, heads).permute(0, 3, 1, 2) for y in (q, k, v))
-        else: q, k, v = (y.view(B, T, heads, D).transpose(1, 2) for y in (q, k, v))
-        if qk_norm == "head": q, k = (rms_norm(y, torch.ones(D)) for y in (q, k))
-        if place == "head": q, k, v = (turn(y) if p in turned else y for p, y in zip("qkv", (q, k, v)))
-        o = attend(q, k, v, True, D)
+        qkv = [linear(f"{name}.{p}_proj", x) for p in "qkv"]
+        q, k, v = heads_of(*qkv, lambda y: split(y, heads), lambda y: rope(y, float(theta), *y.shape[-2:]))
+        o = attend(q, k, v, True, q.shape[-1])
         if stages is not None:
-            inner = {"q after the rotary embedding": q, "k after the rotary embedding": k}
-            changed_attend(q, k, v, True, D, stages=inner)
-            stages.setdefault(name, inner | {"values": o})
-        if not joined: o = o.transpose(1, 2)
-        elif cut == "last": o = o.permute(0, 2, 3, 1)
-        return keep(name, linear(name + ".output_proj", o.reshape(B, T, C)))
+            turned = {"q after the rotary embedding": q, "k after the rotary embedding": k}
+            stages.setdefault(name, turned | steps_of_attention(q, k, v, True)["stages"] | {"values": o})
+        return keep(name, linear(name + ".output_proj", join(o)))
 
     def ffn(name, x):
         gate, value = linear(name + ".w1", x), linear(name + ".w3", x)
         if stages is not None: stages[name] = {"silu(w1 x)": silu(gate), "silu(w1 x) * w3 x": glu(gate, value)}
         return keep(name, linear(name + ".w2", glu(gate, value)))
 
-    x = keep("token_embeddings", w["token_embeddings.weight"][tokens]) * embedding
-    for i in range(layers):
-        at = f"layers.{layer(i) if layer else i}."
-        x = block(x, functools.partial(attention, at + "attn"), functools.partial(ffn, at + "ffn"), normed(at + "ln1"),
-                  normed(at + "ln2"))
-        keep(f"layers.{i}", x)
-    x = normed("ln_final")(x) if final else x
-    keep("lm_head", end(x @ weight("lm_head").T))
+    x = keep("token_embeddings", w["token_embeddings.weight"][tokens]) * scale
+    for i in order:
+        at, part = f"layers.{i}", functools.partial
+        x = block(x, part(attention, at + ".attn"), part(ffn, at + ".ffn"), normed(at + ".ln1"), normed(at + ".ln2"))
+        keep(at, x)
+    if final: x = normed("ln_final")(x)
+    keep("lm_head", end(x @ w["lm_head.weight"].T))
 
 
-def rounded_norm(dtype, x, w): return rms_norm(x.to(dtype), w.to(dtype)).to(x)
+# Mistakes that are more than one change, or that have plainer words: (formula, its other lines, the cause in words).
+HALVES = "the rotary embedding turns x[i] with x[i + D/2] instead of x[2i] with x[2i + 1]"
+NORMED = "a residual adds the normed x: it is x + attn(ln1(x)), then x + ffn(ln2(x))"
+REWRITTEN = [
+    (rope, "a, b = x.chunk(2, -1)", "return torch.cat((a * c - b * s, a * s + b * c), -1)", HALVES),
+    (rope, "a, b = x.chunk(2, -1)", "return torch.cat((a * c + b * s, b * c - a * s), -1)", HALVES + ", and the other way"),
+    (rope, "c, s = cos(angle).to(x), -sin(angle).to(x)", "the rotary embedding turns the other way: the sign of sin is wrong"),
+    (rope, "angle = 2 * torch.arange(T)[:, None] * theta ** (-2 * k / D)", "the rotary embedding is applied twice"),
+    (rope, "c, s = cos(angle).bfloat16().to(x), sin(angle).bfloat16().to(x)", "cos and sin are rounded to bfloat16"),
+    (rope, "c, s = cos(angle).half().to(x), sin(angle).half().to(x)", "cos and sin are rounded to float16"),
+    (heads_of, "q = split(q)", "k = split(k)", "there is no rotary embedding, or its positions are the heads"),
+    (heads_of, "q = split(turn(q))", "k = split(turn(k))", "the rotary embedding comes before the heads are split"),
+    (heads_of, "return q, k, turn(split(v))", "v gets the rotary embedding, too; only q and k take it"),
+    (rms_norm, "return rms_norm(x - mean(x, -1), w)", "the norms subtract the mean, as LayerNorm does; RMSNorm does not"),
+    (rms_norm, "return rms_norm(x, 1 + w)", "the norms are multiplied by 1 + weight"),
+    (rms_norm, "return rms_norm(x.bfloat16(), w.bfloat16()).to(x)", "the norms are computed in bfloat16"),
+    (rms_norm, "return rms_norm(x.half(), w.half()).to(x)", "the norms are computed in float16"),
+    (block, "h = ln1(x + attn(x))", "return ln2(h + ffn(h))", "norms come after the residual sum, and not before attention "
+     "and before the FFN"),
+    (block, "h = ln1(x) + attn(ln1(x))", "return ln2(h) + ffn(ln2(h))", NORMED),
+    (block, "h = ln1(x) + attn(ln1(x))", NORMED),
+    (block, "return ln2(h) + ffn(ln2(h))", NORMED),
+    (block, "h = attn(ln1(x))", "return ffn(ln2(h))", "both residuals of a block are missing: x + attn(ln1(x)), then x + "
+     "ffn(ln2(x))"),
+    (attend, "p = softmax(scores, -1) * (seen if causal else 1)", "the mask comes after softmax: a row of P no longer adds up to 1"),
+    (attend, "return (p @ v)[:1].expand_as(v)", "each batch gets what is the first one's"),
+    (attend, "return p.bfloat16().to(p) @ v", "P is rounded to bfloat16"),
+    (attend, "return p.half().to(p) @ v", "P is rounded to float16"),
+    (attend, "seen = j - 1 <= i", "the causal mask is off by one: a query sees the key after its own")]
+for fill in ("-math.inf", "-1e6", "-1e9", "scores - 1e6", "scores - 1e9"):
+    line = f"masked = where(seen, scores, {fill}) if causal else scores"
+    REWRITTEN += [
+        (attend, "seen = j < i", line, "the causal mask is off by one: a query does not see its own key"),
+        (attend, "seen = j > i", line, "the causal mask is inverted: a query sees only the keys after its own"),
+        (attend, "seen = j >= i", line, "the causal mask is inverted: a query sees its own key and those after it")]
+for fill in ("0", "-1", "-10", "-100", "scores - 1", "scores - 10", "scores - 100"):
+    REWRITTEN += [(attend, f"masked = where(seen, scores, {fill}) if causal else scores",
+                   f"a masked score becomes {fill}; it has to become -inf before softmax")]
 
 
-def mistakes(w, heads, theta, layers, first):
+def mistakes_in(**formulas):
+    """Those of formulas, (what is to be changed, the cause in words). formulas: by the arguments that take them"""
+    for key, formula in formulas.items():
+        for other, *lines, words in REWRITTEN:
+            if other is formula: yield {key: rewritten(formula, *lines)}, words
+        for other, words in changes(formula): yield {key: other}, words
+
+
+def mistakes(w, heads, theta, order, first):
     """(what is to be changed in reference's arguments, the cause in words). first: the first module that differs"""
-    C = w["token_embeddings.weight"].shape[1]
-    D, part = C // heads, functools.partial
-    turns = "the rotary embedding"
-    for place, at in dict(head="", model=", before the heads are split").items():
-        for sign, other in ((1, ""), (-1, ", and the other way")):
-            yield (dict(place=place, rope=part(changed_rope, halves=True, sign=sign)),
-                   f"{turns} turns x[i] with x[i + D/2] instead of x[2i] with x[2i + 1]{at}{other}")
-        if place == "model": yield dict(place=place), f"{turns} comes{at[1:]}"
-    yield dict(rope=part(changed_rope, sign=-1)), f"{turns} turns the other way: the sign of sin is wrong"
-    yield dict(rope=part(changed_rope, twice=True)), f"{turns} is applied twice"
-    yield dict(turned=""), f"there is no {turns[4:]}, or its positions are the heads"
-    yield dict(turned="q"), f"only q gets {turns}, and k does not"
-    yield dict(turned="k"), f"only k gets {turns}, and q does not"
-    yield dict(turned="qkv"), f"v gets {turns}, too; only q and k take it"
+    C = w["ln_final.weight"].shape[0]
+    yield from mistakes_in(rope=rope, heads_of=heads_of, attend=attend, norm=rms_norm, glu=swiglu, block=block)
     for other in sorted({10, 100, 1000, 1e4, 1e5, 5e5, 1e6, theta ** 0.5} - {theta}):
         or_exponent = ", or its exponent lacks its factor 2: it is -2k/D" if other == theta ** 0.5 else ""
-        yield dict(theta=other), f"theta of {turns} is {other:g} instead of {theta:g}{or_exponent}"
+        yield dict(theta=other), f"theta of the rotary embedding is {other:g} instead of {theta:g}{or_exponent}"
     for other in range(1, C // 2 + 1):
         if other == heads or C % (2 * other): continue
         yield dict(heads=other), f"there are {other} heads instead of {heads}"
-    for wrong in (dict(cut="view"), dict(cut="view", joined=True)):
+    untransposed = dict(join=lambda o: o.reshape(len(o), o.shape[2], -1))
+    yield untransposed, "heads are joined without transpose(1, 2) before the reshape"
+    by_view = dict(split=lambda y, H: y.reshape(len(y), H, y.shape[1], -1))
+    for wrong in (by_view, by_view | untransposed):
         yield wrong, "heads are cut by view(B, H, T, D); the handout's by view(B, T, H, D).transpose(1, 2)"
-    for wrong in (dict(cut="last"), dict(cut="last", joined=True)):
+    interleaved = dict(split=lambda y, H: y.unflatten(-1, (-1, H)).permute(0, 3, 1, 2))
+    for wrong in (interleaved, interleaved | dict(join=lambda o: o.permute(0, 2, 3, 1).flatten(-2))):
         yield wrong, "heads are interleaved: they are cut by view(B, T, D, H) instead of view(B, T, H, D)"
-    yield dict(joined=True), "heads are joined without transpose(1, 2) before the reshape"
-    for qk_norm in ("all", "head"): yield dict(qk_norm=qk_norm), "q and k are normed; the handout's are not"
-    yield from attention_mistakes(D)
-    if heads > 1: yield dict(attend=lambda q, k, v, causal, D: attend(q, k, v, causal, C)), \
-        "scores are divided by sqrt(d_model) instead of sqrt(D)"
+    for axes in (-1, (1, -1)):  # of a head, of all; the rotary embedding keeps the norm
+        unit = lambda t, axes=axes: t / sqrt((t ** 2).mean(axes, keepdim=True) + 1e-5)
+        normed = lambda q, k, v, causal, D, unit=unit: attend(unit(q), unit(k), v, causal, D)
+        yield dict(attend=normed), "q and k are normed; the handout's are not"
+    by_C = lambda q, k, v, causal, D: attend(q, k, v, causal, C)
+    if heads > 1: yield dict(attend=by_C), "scores are divided by sqrt(d_model) instead of sqrt(D)"
     for eps in (0, 1e-12, 1e-8, 1e-6, 1e-4, 1e-3):
-        yield dict(norm=part(rms_norm, eps=eps)), f"RMSNorm's eps is {eps:g} instead of 1e-5"
-    layer_norm = lambda x, w: rms_norm(x - mean(x, -1), w)
-    yield dict(norm=layer_norm), "the norms subtract the mean, as LayerNorm does; RMSNorm does not"
-    yield dict(norm=lambda x, w: rms_norm(x, 1 + w)), "the norms are multiplied by 1 + weight"
-    for dtype in (torch.bfloat16, torch.float16):
-        name = str(dtype)[6:]
-        yield dict(norm=part(rounded_norm, dtype)), f"the norms are computed in {name}"
-        yield dict(rope=part(changed_rope, rounded=dtype)), f"{turns}'s cos and sin are rounded to {name}"
-    yield dict(block=post_norm), "norms come after the residual sum, and not before attention and before the FFN"
-    for which in ({}, dict(second=False), dict(first=False)):
-        yield (dict(block=part(normed_residual, **which)),
-               "a residual adds the normed x: it is x + attn(ln1(x)), then x + ffn(ln2(x))")
-    yield dict(block=bare_block), "both residuals of a block are missing: x + attn(ln1(x)), then x + ffn(ln2(x))"
+        yield dict(norm=functools.partial(rms_norm, eps=eps)), f"RMSNorm's eps is {eps:g} instead of 1e-5"
     is_turned = "transposed: a Linear is x @ weight.T, and weight is [out, in]"
-    square = [name[:-7] for name, p in w.items() if name.startswith("layers.0.") and len(set(p.shape)) < p.dim()]
-    for name in square:
-        short, name = name.replace("layers.0", ""), name.replace("layers.0", ".".join(first.split(".")[:2]))
-        yield dict(transposed=[short]), f"each layer's {short[1:]}.weight is {is_turned}"
-        yield dict(transposed=[name]), f"{name}.weight is {is_turned}"
-    yield dict(transposed=["_proj"]), f"each of attention's weights is {is_turned}"
-    projections = itertools.combinations(("q_proj", "k_proj", "v_proj", "output_proj"), 2)
-    for pair in [*projections, ("ln1", "ln2"), ("w1", "w3")]:
-        yield dict(exchanged=pair), f"{pair[0]} and {pair[1]} are swapped"
+    for name, p in w.items():
+        if not name.startswith("layers.0.") or len(set(p.shape)) == p.dim(): continue
+        short = name.removeprefix("layers.0").removesuffix(".weight")
+        at = ".".join(first.split(".")[:2]) + short
+        yield dict(transposed=short), f"each layer's {short[1:]}.weight is {is_turned}"
+        yield dict(transposed=at), f"{at}.weight is {is_turned}"
+    yield dict(transposed="_proj"), f"each of attention's weights is {is_turned}"
+    for a, b in [*itertools.combinations(("q_proj", "k_proj", "v_proj", "output_proj"), 2), ("ln1", "ln2"), ("w1", "w3")]:
+        other = {name: w[name.replace(a, b) if a in name else name.replace(b, a)] for name in w}
+        yield dict(w=other), f"{a} and {b} are swapped"
     yield dict(final=False), "there is no norm before lm_head"
-    yield dict(embedding=C ** 0.5), "the embedding is multiplied by sqrt(d_model)"
+    yield dict(scale=C ** 0.5), "the embedding is multiplied by sqrt(d_model)"
     for end in (torch.softmax, torch.log_softmax):
-        yield dict(end=part(end, dim=-1)), f"the model returns {end.__name__}(logits) instead of logits"
-    if layers > 1:
-        yield dict(layers=layers - 1), "the last layer is left out"
-        yield dict(layer=lambda i: 0), "each layer is the first one's block"
-        yield dict(layer=lambda i: layers - 1 - i), "the layers run in the opposite order"
-    for formula in (block, rms_norm, swiglu, rope, attend):
-        key = {"rms_norm": "norm", "swiglu": "glu"}.get(formula.__name__, formula.__name__)
-        for changed, words in changes(formula): yield {key: changed}, words
-
-
-def attention_mistakes(D):
-    made = lambda **wrong: dict(attend=functools.partial(changed_attend, **wrong))
-    divided_by = lambda square: dict(attend=lambda q, k, v, causal, D: attend(q, k, v, causal, square))
-    yield divided_by(1), "scores are not divided by sqrt(D)"
-    yield divided_by(D ** 2), "scores are divided by D, or by sqrt(D) twice, instead of by sqrt(D)"
-    yield made(shift=1), "the causal mask is off by one: a query sees the key after its own"
-    yield made(shift=1 << 30), "there is no causal mask"
-    for fill, added in ((-math.inf, False), (-1e6, False), (-1e9, False), (-1e6, True), (-1e9, True)):
-        how, inverted = dict(fill=fill, added=added), "the causal mask is inverted: a query sees"
-        yield made(shift=-1, **how), "the causal mask is off by one: a query does not see its own key"
-        yield made(inverted=True, **how), f"{inverted} only the keys after its own"
-        yield made(inverted=True, shift=-1, **how), f"{inverted} its own key and those after it"
-    for fill, added in itertools.product((-1, -10, -100), (False, True)):
-        words = "less by" if added else "becomes"
-        yield made(fill=fill, added=added), f"a masked score {words} {-fill if added else fill}; it has to become -inf"
-    yield made(fill=0), "masked scores become 0; they have to become -inf before softmax"
-    yield made(after=True), "the mask comes after softmax: a row of P no longer adds up to 1"
-    yield made(alone=True), "each batch gets what is the first one's"
-    for dtype in ("bfloat16", "float16"): yield made(rounded=getattr(torch, dtype)), f"P is rounded to {dtype}"
+        yield dict(end=functools.partial(end, dim=-1)), f"the model returns {end.__name__}(logits) instead of logits"
+    if len(order) > 1:
+        yield dict(order=order[:-1]), "the last layer is left out"
+        yield dict(order=[0] * len(order)), "each layer is the first one's block"
+        yield dict(order=order[::-1]), "the layers run in the opposite order"
 
 
 def tiled(q, k, v, causal, size, wrong):
@@ -503,7 +474,6 @@ def tiled(q, k, v, causal, size, wrong):
 
 
 def tile_mistakes(causal):
-    """({mistake, size of tiles}, cause)"""
     words = {"o": "O is not multiplied by exp(m_old - m_new) when the maximum grows",
              "l": "l is not multiplied by exp(m_old - m_new) when the maximum grows",
              "inverse": "O is divided by exp(m_old - m_new) instead of multiplied",
@@ -522,7 +492,7 @@ def tile_mistakes(causal):
 
 GIVEN = dict(lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=DECAY)
 OTHER = dict(lr=2e-2, betas=(0.8, 0.99), eps=1e-5, weight_decay=0.3)  # of the second group, where there are two
-USUAL = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+USUAL = GIVEN | dict(lr=1e-3)
 FACTORS = dict(lr=1.5, weight_decay=2)  # what becomes of a group's settings before each step but the first
 
 
@@ -556,21 +526,22 @@ def settings_of(group, steps, own=True, kept=(), stepped=(0, 1), **more):
     return [setting | {key: setting[key] * factor ** t for key, factor in factors.items()} for t in range(steps)]
 
 
-def after_steps(p, gradients, settings, of_torch=False, formula=None, after=False, corrected=True, l2=False, **_):
+def after_steps(p, gradients, settings, of_torch=False, formula=None, after=False, l2=False, **_):
     """[p, m, v] after a step for each of the gradients and settings, in double."""
     formula = formula or (adamw_of_torch if of_torch else adamw)
     state = p.double(), torch.zeros_like(p.double()), torch.zeros_like(p.double())
     for steps, (g, setting) in enumerate(zip(gradients, settings)):
         lr, betas, eps, decay = setting.values()
-        steps = torch.tensor(float(steps) if corrected else math.inf, dtype=torch.float64)
         g = g.double() + (decay * state[0] if l2 else 0)
-        p, m, v = formula(*state, g, steps, lr, *betas, eps, 0 if after or l2 else decay)
+        p, m, v = formula(*state, g, torch.tensor(float(steps)).double(), lr, *betas, eps, 0 if after or l2 else decay)
         state = p * (1 - lr * decay) if after else p, m, v
     return state
 
 
+REWRITTEN += [(adamw, "lr_t = lr", "there is no bias correction")]
+
+
 def optimizer_mistakes():
-    yield dict(corrected=False), "there is no bias correction"
     yield dict(l2=True), "weight decay is added to the gradient (Adam with L2) instead of to the weight"
     yield dict(after=True), "the weight decays after the step (as in 2025's handout)"
     yield dict(of_torch=True), "eps is added after the bias correction (as in torch.optim.AdamW)"
@@ -579,8 +550,7 @@ def optimizer_mistakes():
     for betas in ((0.9, 0.95), (0.9, 0.98), (0.9, 0.99)):
         yield dict(betas=betas), f"the betas are {betas} instead of (0.9, 0.999)"
     for eps in (1e-12, 1e-10, 1e-7, 1e-6, 1e-5): yield dict(eps=eps), f"eps is {eps:g} instead of 1e-8"
-    for formula in (adamw, adamw_of_torch):
-        for changed, words in changes(formula): yield dict(formula=changed), words
+    for formula in (adamw, adamw_of_torch): yield from mistakes_in(formula=formula)
 
 
 def group_mistakes():
@@ -593,9 +563,10 @@ def group_mistakes():
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Attention's backward, and mistakes in it
+# Attention's backward, and mistakes in it. S: scores, L: their logsumexp, m: their maximum
 
-def backward(q, k, v, dO, O, P, scale):
+def backward(q, k, v, dO, O, S, L, m, seen, scale):
+    P = exp(S - L) * seen
     dP = dO @ v.mT
     D = total(dO * O, -1)
     dS = P * (dP - D)
@@ -605,48 +576,44 @@ def backward(q, k, v, dO, O, P, scale):
     return dQ, dK, dV
 
 
-def backward_with(see, q, k, v, do, causal, formula=backward, power=1, D=1, L="", masked=True, unnormalised=False,
-                  order=(0, 1, 2), rounded=None, alone=False):
+def backward_with(see, q, k, v, do, causal, formula=backward, power=1, alone=False):
     """Calls see() with dq, dk, dv: forward is right, and backward is this formula. power: how often it has scale."""
     if alone: q, k, v, do = (t[:1].expand_as(t) for t in (q, k, v, do))
-    scale, o = q.shape[-1] ** -0.5, attend(q, k, v, causal, q.shape[-1])
-    scores = q @ k.mT * scale
-    seen = torch.ones_like(scores, dtype=torch.bool).tril(0 if causal else q.shape[-2])
-    visible = scores.masked_fill(~seen, -math.inf)
-    m, lse = visible.amax(-1, keepdim=True), visible.logsumexp(-1, keepdim=True)
-    p = exp(scores - {"": lse, "keys": lse.mT, "m": m, "l": exp(lse - m), "log l": lse - m}[L])
-    if masked: p = p * seen
-    if rounded: p = p.to(rounded).to(q)
-    dq, dk, dv = formula(q, k, v, do, o * D, p, scale ** power)
-    if unnormalised: dv = exp(visible - m).mT @ do
-    for name, place in zip(("dq", "dk", "dv"), order): see(name, (dq, dk, dv)[place])
+    steps, scale = steps_of_attention(q, k, v, causal), q.shape[-1] ** (-0.5 * power)
+    O, S, L, m, seen = (steps[name] for name in ("O", "scores", "L", "m", "unmasked"))
+    gradients = formula(q, k, v, do, O, S, L, m, seen, scale)
+    for name, gradient in zip(("dq", "dk", "dv"), gradients): see(name, gradient)
 
 
-def backward_mistakes(causal):
-    D_of_dP = lambda q, k, v, dO, O, P, scale: backward(q, k, v, dO, total(dO @ v.mT, -1) / dO / dO.shape[-1], P, scale)
-    yield dict(formula=D_of_dP), "backward has D = rowsum(dP) instead of rowsum(dO * O)"
-    yield dict(D=0), "backward lacks D = rowsum(dO * O): dS = P * (dP - D)"
+REWRITTEN += [
+    (backward, "D = total(dP, -1)", "backward has D = rowsum(dP) instead of rowsum(dO * O)"),
+    (backward, "P = exp(S - exp(L - m)) * seen", "backward subtracts l instead of L = m + log l"),
+    (backward, "P = exp(S - (L - m)) * seen", "backward subtracts log l instead of L = m + log l"),
+    (backward, "dV = (exp(S - m) * seen).mT @ dO", "dV takes exp(S - m), which is not divided by l, instead of P"),
+    (backward, "P = (exp(S - L) * seen).bfloat16().to(S)", "backward rounds P to bfloat16"),
+    (backward, "P = (exp(S - L) * seen).half().to(S)", "backward rounds P to float16")]
+for order in itertools.permutations(("dQ", "dK", "dV")):
+    got = ", ".join(order)
+    REWRITTEN += [(backward, f"return {got}", f"backward returns {got} instead of dQ, dK, dV")]
+
+
+def backward_mistakes():
     yield dict(power=0), "dQ and dK lack the factor 1/sqrt(D)"
     yield dict(power=2), "dQ and dK have the factor 1/sqrt(D) twice"
-    for L, words in {"keys": "L along the keys: S - L takes L[..., :, None]",
-                     "m": "only the scores' maximum m instead of L = m + log l",
-                     "l": "l instead of L = m + log l", "log l": "log l instead of L = m + log l"}.items():
-        yield dict(L=L), f"backward subtracts {words}"
-    if causal: yield dict(masked=False), "backward recomputes P without the causal mask"
-    yield dict(unnormalised=True), "dV takes exp(S - m), which is not divided by l, instead of P"
-    for order in itertools.permutations(range(3)):
-        got = ", ".join(("dQ", "dK", "dV")[i] for i in order)
-        if order != (0, 1, 2): yield dict(order=order), f"backward returns {got} instead of dQ, dK, dV"
-    for dtype in ("bfloat16", "float16"): yield dict(rounded=getattr(torch, dtype)), f"backward rounds P to {dtype}"
     yield dict(alone=True), "each batch gets what is the first one's gradient"
-    for changed, words in changes(backward): yield dict(formula=changed), words
+    yield from mistakes_in(formula=backward)
 
 
-def lse_mistakes(scores, lse):
-    """(another tensor, what it is)"""
-    m = scores.amax(-1)
-    l = exp(lse - m)
-    base_2 = "the saved logsumexp is in base 2, as exp2 takes it; the handout's L is in base e, ln 2 times that"
-    others = {"l": l, "log l": log(l), "m + l": m + l, "m * l": m * l, "the sum of exp(S)": exp(lse)}
-    return [(lse / math.log(2), base_2), (m, "the saved tensor is not the logsumexp but only the scores' maximum"),
-            *((t, f"the saved tensor is {what}; L = m + log l") for what, t in others.items())]
+def lse_of(L, m):
+    return L
+
+
+REWRITTEN += [
+    (lse_of, "return L / math.log(2)", "the saved logsumexp is in base 2, as exp2 takes it; the handout's L is in base e, "
+     "ln 2 times that"),
+    (lse_of, "return m", "the saved tensor is not the logsumexp but only the scores' maximum"),
+    (lse_of, "return exp(L - m)", "the saved tensor is l; L = m + log l"),
+    (lse_of, "return L - m", "the saved tensor is log l; L = m + log l"),
+    (lse_of, "return m + exp(L - m)", "the saved tensor is m + l; L = m + log l"),
+    (lse_of, "return m * exp(L - m)", "the saved tensor is m * l; L = m + log l"),
+    (lse_of, "return exp(L)", "the saved tensor is the sum of exp(S); L = m + log l")]
