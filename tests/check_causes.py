@@ -46,7 +46,7 @@ def apart(a, b):
 # Names that are taken for one another.
 ALIKE = [set(words.split()) for words in (
     "silu gelu gelu_by_tanh relu sigmoid tanh", "mean total", "cos sin", "ln1 ln2", "attn ffn", "x h", "x w",
-    "gate value", "a b", "T D", "q k v dO O", "dP dS P D", "dQ dK dV", "scores masked p", "p m v g", "m v m_hat v_hat",
+    "gate value", "a b", "T D", "q k v dO O", "dP dS P D", "dQ dK dV", "scores masked p", "p m v g",
     "L m", "c s", "i j", "lr beta1 beta2 eps decay lr_t")]
 
 
@@ -99,6 +99,8 @@ PLAIN = {"t = steps": "t of the bias correction begins at 0 instead of 1",
          "t = steps + 2": "t of the bias correction begins at 2 instead of 1",
          "t = 1": "t of the bias correction is always 1: it does not grow",
          "lr_t = lr / (1 - beta1 ** t)": "only m gets its bias correction: sqrt(1 - beta2^t) is missing",
+         "lr_t = lr": "only v gets its bias correction: 1 - beta1^t is missing",
+         "p = p - lr_t * m / (sqrt(v) + eps)": "only m gets its bias correction: sqrt(1 - beta2^t) is missing",
          "lr_t = lr * (1 - beta2 ** t) ** 0.5": "only v gets its bias correction: 1 - beta1^t is missing",
          "lr_t = lr * (1 - beta2 ** t) / (1 - beta1 ** t)": "the bias correction takes 1 - beta2^t without its root",
          "p = softmax(masked, -2)": "softmax runs over the queries instead of the keys: it takes dim=-1",
@@ -133,6 +135,7 @@ PLAIN = {"t = steps": "t of the bias correction begins at 0 instead of 1",
 
 @functools.cache
 def lines_of(formula):
+    if hasattr(formula, "lines"): return formula.lines
     return [ast.unparse(line) for line in ast.parse(inspect.getsource(formula)).body[0].body]
 
 
@@ -140,6 +143,7 @@ def with_lines(formula, lines):
     """The function that has these lines instead of the formula's."""
     space = dict(formula.__globals__)
     exec("\n    ".join([f"def other{inspect.signature(formula)}:", *lines]), space)
+    space["other"].lines = lines
     return space["other"]
 
 
@@ -286,8 +290,8 @@ def attend(q, k, v, causal, D):
 
 def rope(x, theta, T, D):
     k = torch.arange(D // 2, dtype=torch.float64)
-    angle = torch.arange(T)[:, None] * theta ** (-2 * k / D)
-    c, s = cos(angle).to(x), sin(angle).to(x)
+    angle = (torch.arange(T)[:, None] * theta ** (-2 * k / D)).to(x)
+    c, s = cos(angle), sin(angle)
     a, b = x[..., 0::2], x[..., 1::2]
     return torch.stack((a * c - b * s, a * s + b * c), -1).flatten(-2)
 
@@ -364,8 +368,8 @@ NORMED = "a residual adds the normed x: it is x + attn(ln1(x)), then x + ffn(ln2
 REWRITTEN = [
     (rope, "a, b = x.chunk(2, -1)", "return torch.cat((a * c - b * s, a * s + b * c), -1)", HALVES),
     (rope, "a, b = x.chunk(2, -1)", "return torch.cat((a * c + b * s, b * c - a * s), -1)", HALVES + ", and the other way"),
-    (rope, "c, s = cos(angle).to(x), -sin(angle).to(x)", "the rotary embedding turns the other way: the sign of sin is wrong"),
-    (rope, "angle = 2 * torch.arange(T)[:, None] * theta ** (-2 * k / D)", "the rotary embedding is applied twice"),
+    (rope, "c, s = cos(angle), -sin(angle)", "the rotary embedding turns the other way: the sign of sin is wrong"),
+    (rope, "c, s = cos(2 * angle), sin(2 * angle)", "the rotary embedding is applied twice"),
     (rope, "c, s = cos(angle).bfloat16().to(x), sin(angle).bfloat16().to(x)", "cos and sin are rounded to bfloat16"),
     (rope, "c, s = cos(angle).half().to(x), sin(angle).half().to(x)", "cos and sin are rounded to float16"),
     (heads_of, "q = split(q)", "k = split(k)", "there is no rotary embedding, or its positions are the heads"),
@@ -506,15 +510,8 @@ def adamw(p, m, v, g, steps, lr, beta1, beta2, eps, decay):
     return p, m, v
 
 
-def adamw_of_torch(p, m, v, g, steps, lr, beta1, beta2, eps, decay):
-    t = steps + 1
-    p = p * (1 - lr * decay)
-    m = beta1 * m + (1 - beta1) * g
-    v = beta2 * v + (1 - beta2) * g ** 2
-    m_hat = m / (1 - beta1 ** t)
-    v_hat = v / (1 - beta2 ** t)
-    p = p - lr * m_hat / (sqrt(v_hat) + eps)
-    return p, m, v
+# eps is added after the bias correction of v.
+adamw_of_torch = rewritten(adamw, "lr_t = lr / (1 - beta1 ** t)", "p = p - lr_t * m / (sqrt(v / (1 - beta2 ** t)) + eps)")
 
 
 def settings_of(group, steps, own=True, kept=(), stepped=(0, 1), **more):
