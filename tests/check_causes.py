@@ -46,7 +46,7 @@ def apart(a, b):
 # Names that are taken for one another.
 ALIKE = [set(words.split()) for words in (
     "silu gelu gelu_by_tanh relu sigmoid tanh", "mean total", "cos sin", "ln1 ln2", "attn ffn", "x h", "x w",
-    "gate value", "a b", "T D", "q k v dO O", "dP dS P D", "dQ dK dV", "scores masked p", "p m v g",
+    "gate value", "a b", "T D", "q k v dO O", "dP dS P D", "dQ dK dV", "scores masked p", "p m v g", "m v m_hat v_hat",
     "L m", "c s", "i j", "lr beta1 beta2 eps decay lr_t")]
 
 
@@ -99,8 +99,6 @@ PLAIN = {"t = steps": "t of the bias correction begins at 0 instead of 1",
          "t = steps + 2": "t of the bias correction begins at 2 instead of 1",
          "t = 1": "t of the bias correction is always 1: it does not grow",
          "lr_t = lr / (1 - beta1 ** t)": "only m gets its bias correction: sqrt(1 - beta2^t) is missing",
-         "lr_t = lr": "only v gets its bias correction: 1 - beta1^t is missing",
-         "p = p - lr_t * m / (sqrt(v) + eps)": "only m gets its bias correction: sqrt(1 - beta2^t) is missing",
          "lr_t = lr * (1 - beta2 ** t) ** 0.5": "only v gets its bias correction: 1 - beta1^t is missing",
          "lr_t = lr * (1 - beta2 ** t) / (1 - beta1 ** t)": "the bias correction takes 1 - beta2^t without its root",
          "p = softmax(masked, -2)": "softmax runs over the queries instead of the keys: it takes dim=-1",
@@ -135,7 +133,6 @@ PLAIN = {"t = steps": "t of the bias correction begins at 0 instead of 1",
 
 @functools.cache
 def lines_of(formula):
-    if hasattr(formula, "lines"): return formula.lines
     return [ast.unparse(line) for line in ast.parse(inspect.getsource(formula)).body[0].body]
 
 
@@ -143,7 +140,6 @@ def with_lines(formula, lines):
     """The function that has these lines instead of the formula's."""
     space = dict(formula.__globals__)
     exec("\n    ".join([f"def other{inspect.signature(formula)}:", *lines]), space)
-    space["other"].lines = lines
     return space["other"]
 
 
@@ -276,13 +272,13 @@ class Seen(TorchDispatchMode):
 def gelu_by_tanh(x): return F.gelu(x, approximate="tanh")
 def mean(x, axis): return x.mean(axis, keepdim=True)
 def total(x, axis): return x.sum(axis, keepdim=True)
-def positions(x): return torch.arange(x.shape[-2], device=x.device)
+def positions(scores): return [torch.arange(n, device=scores.device) for n in scores.shape[-2:]]
 
 
 def attend(q, k, v, causal, D):
     scores = q @ k.mT / D ** 0.5
-    i, j = positions(q)[:, None], positions(k)
-    seen = j <= i
+    i, j = positions(scores)
+    seen = j <= i[:, None]
     masked = where(seen, scores, -math.inf) if causal else scores
     p = softmax(masked, -1)
     return p @ v
@@ -367,7 +363,7 @@ HALVES = "the rotary embedding turns x[i] with x[i + D/2] instead of x[2i] with 
 NORMED = "a residual adds the normed x: it is x + attn(ln1(x)), then x + ffn(ln2(x))"
 REWRITTEN = [
     (rope, "a, b = x.chunk(2, -1)", "return torch.cat((a * c - b * s, a * s + b * c), -1)", HALVES),
-    (rope, "a, b = x.chunk(2, -1)", "return torch.cat((a * c + b * s, b * c - a * s), -1)", HALVES + ", and the other way"),
+    (rope, "a, b = x.chunk(2, -1)", "return torch.cat((a * c + b * s, b * c - a * s), -1)", HALVES + ", the other way"),
     (rope, "c, s = cos(angle), -sin(angle)", "the rotary embedding turns the other way: the sign of sin is wrong"),
     (rope, "c, s = cos(2 * angle), sin(2 * angle)", "the rotary embedding is applied twice"),
     (rope, "c, s = cos(angle).bfloat16().to(x), sin(angle).bfloat16().to(x)", "cos and sin are rounded to bfloat16"),
@@ -375,28 +371,26 @@ REWRITTEN = [
     (heads_of, "q = split(q)", "k = split(k)", "there is no rotary embedding, or its positions are the heads"),
     (heads_of, "q = split(turn(q))", "k = split(turn(k))", "the rotary embedding comes before the heads are split"),
     (heads_of, "return q, k, turn(split(v))", "v gets the rotary embedding, too; only q and k take it"),
-    (rms_norm, "return rms_norm(x - mean(x, -1), w)", "the norms subtract the mean, as LayerNorm does; RMSNorm does not"),
+    (rms_norm, "return rms_norm(x - mean(x, -1), w)", "the norms subtract the mean, as LayerNorm does"),
     (rms_norm, "return rms_norm(x, 1 + w)", "the norms are multiplied by 1 + weight"),
     (rms_norm, "return rms_norm(x.bfloat16(), w.bfloat16()).to(x)", "the norms are computed in bfloat16"),
     (rms_norm, "return rms_norm(x.half(), w.half()).to(x)", "the norms are computed in float16"),
-    (block, "h = ln1(x + attn(x))", "return ln2(h + ffn(h))", "norms come after the residual sum, and not before attention "
-     "and before the FFN"),
+    (block, "h = ln1(x + attn(x))", "return ln2(h + ffn(h))", "norms come after the residual sum, and not before it"),
     (block, "h = ln1(x) + attn(ln1(x))", "return ln2(h) + ffn(ln2(h))", NORMED),
     (block, "h = ln1(x) + attn(ln1(x))", NORMED),
     (block, "return ln2(h) + ffn(ln2(h))", NORMED),
-    (block, "h = attn(ln1(x))", "return ffn(ln2(h))", "both residuals of a block are missing: x + attn(ln1(x)), then x + "
-     "ffn(ln2(x))"),
-    (attend, "p = softmax(scores, -1) * (seen if causal else 1)", "the mask comes after softmax: a row of P no longer adds up to 1"),
+    (block, "h = attn(ln1(x))", "return ffn(ln2(h))", "both residuals of a block are missing: it is x + attn(ln1(x))"),
+    (attend, "p = softmax(scores, -1) * (seen if causal else 1)", "the mask comes after softmax: P does not add up to 1"),
     (attend, "return (p @ v)[:1].expand_as(v)", "each batch gets what is the first one's"),
     (attend, "return p.bfloat16().to(p) @ v", "P is rounded to bfloat16"),
     (attend, "return p.half().to(p) @ v", "P is rounded to float16"),
-    (attend, "seen = j - 1 <= i", "the causal mask is off by one: a query sees the key after its own")]
+    (attend, "seen = j - 1 <= i[:, None]", "the causal mask is off by one: a query sees the key after its own")]
 for fill in ("-math.inf", "-1e6", "-1e9", "scores - 1e6", "scores - 1e9"):
     line = f"masked = where(seen, scores, {fill}) if causal else scores"
     REWRITTEN += [
-        (attend, "seen = j < i", line, "the causal mask is off by one: a query does not see its own key"),
-        (attend, "seen = j > i", line, "the causal mask is inverted: a query sees only the keys after its own"),
-        (attend, "seen = j >= i", line, "the causal mask is inverted: a query sees its own key and those after it")]
+        (attend, "seen = j < i[:, None]", line, "the causal mask is off by one: a query does not see its own key"),
+        (attend, "seen = j > i[:, None]", line, "the causal mask is inverted: a query sees only the keys after its own"),
+        (attend, "seen = j >= i[:, None]", line, "the causal mask is inverted: a query sees its own key and those after it")]
 for fill in ("0", "-1", "-10", "-100", "scores - 1", "scores - 10", "scores - 100"):
     REWRITTEN += [(attend, f"masked = where(seen, scores, {fill}) if causal else scores",
                    f"a masked score becomes {fill}; it has to become -inf before softmax")]
@@ -444,7 +438,8 @@ def mistakes(w, heads, theta, order, first):
         yield dict(transposed=short), f"each layer's {short[1:]}.weight is {is_turned}"
         yield dict(transposed=at), f"{at}.weight is {is_turned}"
     yield dict(transposed="_proj"), f"each of attention's weights is {is_turned}"
-    for a, b in [*itertools.combinations(("q_proj", "k_proj", "v_proj", "output_proj"), 2), ("ln1", "ln2"), ("w1", "w3")]:
+    projections = itertools.combinations(("q_proj", "k_proj", "v_proj", "output_proj"), 2)
+    for a, b in [*projections, ("ln1", "ln2"), ("w1", "w3")]:
         other = {name: w[name.replace(a, b) if a in name else name.replace(b, a)] for name in w}
         yield dict(w=other), f"{a} and {b} are swapped"
     yield dict(final=False), "there is no norm before lm_head"
@@ -510,8 +505,15 @@ def adamw(p, m, v, g, steps, lr, beta1, beta2, eps, decay):
     return p, m, v
 
 
-# eps is added after the bias correction of v.
-adamw_of_torch = rewritten(adamw, "lr_t = lr / (1 - beta1 ** t)", "p = p - lr_t * m / (sqrt(v / (1 - beta2 ** t)) + eps)")
+def adamw_of_torch(p, m, v, g, steps, lr, beta1, beta2, eps, decay):
+    t = steps + 1
+    p = p * (1 - lr * decay)
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g ** 2
+    m_hat = m / (1 - beta1 ** t)
+    v_hat = v / (1 - beta2 ** t)
+    p = p - lr * m_hat / (sqrt(v_hat) + eps)
+    return p, m, v
 
 
 def settings_of(group, steps, own=True, kept=(), stepped=(0, 1), **more):
@@ -606,8 +608,7 @@ def lse_of(L, m):
 
 
 REWRITTEN += [
-    (lse_of, "return L / math.log(2)", "the saved logsumexp is in base 2, as exp2 takes it; the handout's L is in base e, "
-     "ln 2 times that"),
+    (lse_of, "return L / math.log(2)", "the saved logsumexp is in base 2, as exp2 takes it; L is ln 2 times that"),
     (lse_of, "return m", "the saved tensor is not the logsumexp but only the scores' maximum"),
     (lse_of, "return exp(L - m)", "the saved tensor is l; L = m + log l"),
     (lse_of, "return L - m", "the saved tensor is log l; L = m + log l"),

@@ -2,8 +2,8 @@
 
 Each case forks its ranks. What they give is compared with the same steps on the whole batch here. A rank that hangs is
 ended, and its place is said. The interfaces are those of the course's tests, 2025's and 2026's."""
-import contextlib, copy, datetime, faulthandler, functools, gc, glob, inspect, math, multiprocessing, os, pickle, re, sys
-import tempfile, time
+import contextlib, copy, datetime, faulthandler, functools, gc, glob, inspect, math, multiprocessing, os, pickle, re
+import sys, tempfile, time
 from multiprocessing import connection
 import torch
 import torch._dynamo  # optimizers import it, which takes a second; so it is here before the ranks are forked
@@ -45,7 +45,7 @@ def rank_main(work, rank, world, folder, seconds, pipe):
     os.dup2(log, 1), os.dup2(log, 2)
     faulthandler.dump_traceback_later(seconds - 1, file=open(os.path.join(folder, f"where{rank}"), "w"))
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""}
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if os.path.isdir("/sys/class/net/lo") else "lo0"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:
         store, limit = dist.FileStore(os.path.join(folder, "store"), world), datetime.timedelta(seconds=seconds + 5)
@@ -93,7 +93,7 @@ def on_ranks(work, world, seconds):
 
 
 def what_came(folder, ranks, results, hanging):
-    failures = [(at, str(result), result) for at, result in results.values() if isinstance(result, Usage)]
+    failures = [(at, result) for at, result in results.values() if isinstance(result, Usage)]
     if len(results) == len(ranks) and not failures: return [results[rank][1] for rank in range(len(ranks))]
     sent = [open(path).read().splitlines() for path in sorted(glob.glob(os.path.join(folder, "sent*")))]
     for n, texts in enumerate(zip(*sent), 1):
@@ -101,7 +101,7 @@ def what_came(folder, ranks, results, hanging):
             if text == texts[0]: continue
             raise Usage(f"the ranks do not send the same in the same order: collective {n} is {texts[0]} on rank 0, "
                         f"and {text} on rank {rank}", "fails")
-    if failures: raise min(failures)[2]
+    if failures: raise min(failures, key=lambda failure: failure[0])[1]
     for rank in range(len(ranks)):
         if rank in results or rank in hanging: continue
         raise Usage(f"rank {rank} ended by signal {-ranks[rank].exitcode}: do the ranks send different sizes?")
@@ -137,12 +137,6 @@ def finish(yours, wrapper, optimizer):
     method(wrapper, "finish_gradient_synchronization", "finish|sync", "to be called after backward")()
 
 
-def wrap(yours, module, **more):
-    """Your wrapper around the module; a class that takes bucket_size_mb gets small buckets, as in the public test."""
-    buckets = [name for name in inspect.signature(yours).parameters if "bucket" in name]
-    return yours(module, **more, **dict.fromkeys(buckets, 0.0004))
-
-
 def full_weights(yours, wrapper):
     gather = beside(yours, "_gather_full_params")
     if gather: full = gather(wrapper)
@@ -162,8 +156,9 @@ class Late(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        if dist.is_initialized() and dist.get_rank() == 1 and not Late.slept: time.sleep(0.3)
-        Late.slept = True
+        if dist.is_initialized() and dist.get_rank() == 1 and not Late.slept:
+            Late.slept = True
+            time.sleep(0.3)
         return g
 
 
@@ -270,8 +265,17 @@ def kinds_of_gradients(own, last, before):
             "is added to that of the step before": on_each(total / n + before), "is zero or None": on_each(total * 0)}
 
 
-def explain_gradients(yours, own, last, before, late, bound):
-    """Causes, as (whose, what), for gradients by name on each rank."""
+NO_KIND = "is neither the mean nor what a usual mistake gives"
+
+
+def rounded_on_the_wire(sent):
+    """The type of 16 bits in which gradients are sent, in words, or nothing."""
+    types = [dtype for _, name, dtype, _ in sent if "reduce" in name and dtype in (torch.float16, torch.bfloat16)]
+    return str(types[0])[6:] if types else ""
+
+
+def explain_gradients(yours, own, last, before, late, bound, rounded):
+    """Causes, as (whose, what), for gradients by name on each rank. rounded: the type in which they are sent"""
     causes = {}
     for name in own[0]:
         of_ranks = ([g[name] for g in part] for part in (own, last))
@@ -279,7 +283,9 @@ def explain_gradients(yours, own, last, before, late, bound):
         same = lambda right: all(apart(g[name], t) <= bound for g, t in zip(yours, right))
         kind = next((kind for kind, right in kinds.items() if same(right)), None)
         if kind == "is right": continue
-        kind = kind or "is neither the mean nor what a usual mistake gives"
+        near = all(apart(g[name], t) <= 1e-2 for g, t in zip(yours, kinds["is right"]))
+        other = f"is the mean, but rounded: it is sent in {rounded}" if rounded and near else NO_KIND
+        kind = kind or other
         if name in late: kind = "changes after finish...(): it returns before the gradient is averaged"
         causes.setdefault(kind, []).append(name)
     whose = lambda names: "every gradient" if len(names) == len(own[0]) > 1 else f"the gradient of {few(names)}"
@@ -327,8 +333,10 @@ def train(kind, rank, world, watch, yours, case):
     gc.freeze()
     module = copy.deepcopy(module)  # is made after the freeze, so that it is counted
     watch.phase = "start"
-    dtype = torch.float16 if case == "fp16" else None
-    wrapper = wrap(yours, module, **({"compute_dtype": dtype} if kind == "fsdp" else {}))
+    # A class that takes bucket_size_mb gets small buckets, as in the public test.
+    options = {name: 0.0004 for name in inspect.signature(yours).parameters if "bucket" in name}
+    if kind == "fsdp": options["compute_dtype"] = torch.float16 if case == "fp16" else None
+    wrapper = yours(module, **options)
     if not callable(wrapper):
         raise Usage(f"{yours.__name__}(module) gives {type(wrapper).__name__}, takes a wrapper with a forward")
     lacks = lacking(wrapper)
@@ -336,9 +344,10 @@ def train(kind, rank, world, watch, yours, case):
     learner = inner if lacks else wrapper
     weights = lambda: full_weights(yours, wrapper) if kind == "fsdp" else named(inner)
     share = functools.partial(held_share, learner, own) if kind == "fsdp" else float
-    out = {"own": own, "lacks": lacks, "late": [], "odd": [], "moved": [], "held": {"at rest": share()}}
-    parameters = {check.staff_name(name): p for name, p in learner.named_parameters()}
-    out["whole"] = [name for name, p in parameters.items() if p.dim() == 2 and p.numel() > 0.6 * own[name].numel()]
+    out = {"own": own, "lacks": lacks, "late": [], "odd": [], "moved": [], "held": {"before the first step": share()}}
+    parameters = lambda: {check.staff_name(name): p for name, p in learner.named_parameters()}
+    is_whole = lambda name, p: kind == "fsdp" and p.dim() == 2 and p.numel() > 0.6 * own[name].numel()
+    out["whole"] = [name for name, p in parameters().items() if is_whole(name, p)]
     out["weights"] = [own if kind == "fsdp" else named(inner)]
     optimizer = torch.optim.SGD(learner.parameters(), lr=RATE)
     parts = list(zip(*(t.chunk(2 if case in TWICE else 1) for t in (x, y))))
@@ -354,26 +363,22 @@ def train(kind, rank, world, watch, yours, case):
             loss.backward()
             watch.phase = "finish"
             finish(yours, wrapper, optimizer)
-        parameters = {check.staff_name(name): p for name, p in learner.named_parameters()}
         out["moved"] += [name for name, t in start.items() if not torch.equal(t, named(inner)[name])]
-        for name, p in parameters.items():
+        for name, p in parameters().items() if kind == "fsdp" else ():
             if p.requires_grad and (p.grad is None or p.grad.shape != p.shape or p.grad.dtype != p.dtype):
                 out["odd"].append((name, str(p.grad if p.grad is None else p.grad.dtype).removeprefix("torch.")))
-        if case == "a late rank" and step == 0: out["late"] = later_changed(parameters)
+        if case == "a late rank" and step == 0: out["late"] = later_changed(parameters())
         optimizer.step()
-        if case == "fp32" and step == 0: out["held"] |= held_after_step(wrapper, watch, share, x)
+        if case == "fp32" and step == 0:
+            gc.collect()
+            out["held"]["after a step, gradients counted,"] = share(gradients=True)
+            watch.phase, watch.measure = "forward", share
+            with torch.no_grad(): wrapper(x)  # without a graph, so that what is held is the wrapper's
+            watch.measure = None
+            gc.collect()
+            out["held"] |= {"after forward": share(), "peak": watch.peak}
         out["weights"].append(weights())
     return out | {"sent": watch.sent}
-
-
-def held_after_step(wrapper, watch, share, x):
-    """Then, and of a forward without a graph, so that what is held is the wrapper's."""
-    gc.collect()
-    watch.phase, watch.measure, with_gradients = "forward", share, share(gradients=True)
-    with torch.no_grad(): wrapper(x)
-    watch.measure = None
-    gc.collect()
-    return {"with gradients": with_gradients, "after forward": share(), "peak": watch.peak}
 
 
 def one_process(model, weights, x, y, dtype):
@@ -391,6 +396,7 @@ def compare_training(kind, case, results):
     lost = [name for name, t in start.items() for w in sum(weights, []) if name not in w or w[name].shape != t.shape]
     if lost: raise Usage(f"the full weights lack {lost[0]}, {list(start[lost[0]].shape)}; their names are the module's")
     world, right, worst, said, before = len(results), one_process(model, start, *batch(kind), dtype), 0, [], {}
+    wire = rounded_on_the_wire(results[0]["sent"])
     for step in range(STEPS):  # SGD's change tells the gradient
         batches = [batch(kind, rank, world) for rank in range(world)]
         own = last = [gradients_at(model, w[step], *b, dtype) for w, b in zip(weights, batches)]
@@ -401,45 +407,37 @@ def compare_training(kind, case, results):
         yours = [{name: (w[step][name] - w[step + 1][name]) / RATE for name in own[0]} for w in weights]
         worst = max(worst, *(apart(g[name], sum(o[name] for o in own) / world) for g in yours for name in own[0]))
         late = sum((r["late"] for r in results), [])
-        said, before = said or explain_gradients(yours, own, last, before, late, bound), yours[0]
+        said, before = said or explain_gradients(yours, own, last, before, late, bound, wire), yours[0]
     change = lambda w, name: w[name] - start[name]
     far = lambda right: max(apart(change(w[-1], name), change(right, name)) for w in weights for name in own[0])
-    last, more = far(right), results[0]["lacks"] + (explain_fsdp(case, results) if kind == "fsdp" else [])
-    if kind == "ddp": more += explain_start(model, start, weights)
-    moved = sum((r["moved"] for r in results), [])
-    if moved: more.append(("backward", f"changes {few(moved)}; of a hook's parameter the gradient is .grad"))
+    held = {when: max(r["held"][when] for r in results) for when in results[0]["held"]}
+    last, more = far(right), explain_training(model, weights, results, held)
     if case == "fp16" and far(one_process(model, start, *batch(kind), torch.float32)) <= BOUND:
         more.append(("compute_dtype", "is not used: the weights are those of fp32"))
     first = f"{max(apart(w[0][name], t) for w in weights for name, t in start.items()):.1e}"
-    held = {name: max(r["held"][name] for r in results) for name in results[0]["held"]}
-    if kind == "fsdp": first = ", ".join(f"{held[x]:.0%}" for x in ("at rest", "peak", "after forward") if x in held)
+    shown = [held[when] for when in ("before the first step", "peak", "after forward") if when in held]
+    if kind == "fsdp": first = ", ".join(f"{share:.0%}" for share in shown)
     ok = not more and worst <= bound and last <= (2 * bound if kind == "fsdp" else bound)
     return [first, f"{worst:.1e}", f"{last:.1e}"], ok, more + said, notes_of(kind, case, results[0]["sent"], held)
 
 
-def explain_start(model, start, weights):
+def explain_training(model, weights, results, held):
+    """Causes, as (whose, what), that gradients do not show. held: {when: the share of the weights' bytes on a rank}"""
+    start, whole, odd, causes = results[0]["own"], results[0]["whole"], results[0]["odd"], list(results[0]["lacks"])
     lost = [name for name, t in start.items() if any(apart(w[0][name], t) > BOUND for w in weights)]
     whose = "the weights" + ("" if len(lost) == len(start) else f" of {few(lost)}")
     if set(lost) <= dict(model.named_buffers()).keys(): whose += ", a buffer,"
     elif not any(t.requires_grad for name, t in model.named_parameters() if name in lost):
         whose += ", which need no gradient,"
-    return [(whose, "are not sent from rank 0 at the start")] if lost else []
-
-
-def explain_fsdp(case, results):
-    """Shares are of the whole weights' bytes."""
-    whole, odd, most = results[0]["whole"], results[0]["odd"], lambda x: max(r["held"].get(x, 0) for r in results)
-    matrices = [name for name, t in results[0]["own"].items() if t.dim() == 2]
-    causes, shards = [], "; its shards are 50%"
-    if whole: causes.append(("the weights" if len(whole) == len(matrices) else few(whole),
-                             "are not sharded: each rank has all of them"))
-    elif most("at rest") > 0.6:
-        causes.append(("before the first step", f"a rank holds {most('at rest'):.0%} of the bytes{shards}"))
-    elif most("after forward") > 0.6:
-        causes.append(("after forward", f"a rank holds {most('after forward'):.0%} of the bytes{shards}"))
-    elif case == "fp32" and most("with gradients") > 1.1:
-        causes.append(("after a step", f"a rank holds {most('with gradients'):.0%} of the weights' bytes, "
-                       "gradients counted; shards of both are 100%"))
+    if lost: causes.append((whose, "are not sent from rank 0 at the start"))
+    moved = sum((r["moved"] for r in results), [])
+    if moved: causes.append(("backward", f"changes {few(moved)}; of a hook's parameter the gradient is .grad"))
+    matrices = [name for name, t in start.items() if t.dim() == 2]
+    whose = "the weights" if len(whole) == len(matrices) else few(whole)
+    if whole: causes.append((whose, "are not sharded: each rank has all of them"))
+    for when, fair in (("before the first step", 0.5), ("after forward", 0.5), ("after a step, gradients counted,", 1)):
+        if causes or held.get(when, 0) <= fair + 0.1: continue
+        causes.append((when, f"a rank holds {held[when]:.0%} of the weights' bytes; its shards are {fair:.0%}"))
     if odd: causes.append((f"after backward the gradient of {few([name for name, _ in odd])}",
                            f"is {odd[0][1]}, not of its parameter's shape and type"))
     return causes
@@ -447,18 +445,18 @@ def explain_fsdp(case, results):
 
 def notes_of(kind, case, sent, held):
     """What is allowed, but poorer."""
-    notes, phase = [], lambda when: [(dtype, size) for at, _, dtype, size in sent if at == when]
-    if kind == "ddp" and case == "plain" and phase("finish") and not phase("backward"):
-        notes.append("nothing is sent before backward has ended; gradients sent as they are ready overlap with it")
-    if case == "fp32" and held["peak"] > 0.95:
-        notes.append(f"in forward a rank holds up to {held['peak']:.0%} of the weights: they are gathered all at once")
-    if case == "fp32" and held["after forward"] <= 0.6 and held["before backward"] > 0.75:
-        held_then = f"{held['before backward']:.0%}"
-        notes.append(f"between forward and backward a rank holds {held_then} of the weights: autograd keeps what a "
-                     "product has saved, unless its storage is resized to 0")
-    if case == "fp16" and any(dtype == torch.float32 and size > 1000 for dtype, size in phase("forward")):
-        notes.append("weights are sent in float32; cast before they are gathered, they are half as many bytes")
-    return notes
+    phases, rounded = {phase for phase, *_ in sent}, rounded_on_the_wire(sent)
+    peak, between = held.get("peak", 0), held["before backward"]
+    wide = [dtype == torch.float32 and size > 1000 for phase, _, dtype, size in sent if phase == "forward"]
+    notes = {"nothing is sent before backward has ended; gradients sent as they are ready overlap with it":
+             kind == "ddp" and case == "plain" and "finish" in phases and "backward" not in phases,
+             f"in forward a rank holds up to {peak:.0%} of the weights: they are gathered all at once": peak > 0.95,
+             f"between forward and backward a rank holds {between:.0%} of the weights: autograd keeps what a product "
+             "has saved, unless its storage is resized to 0": held.get("after forward", 1) <= 0.6 and between > 0.75,
+             "weights are sent in float32; cast before they are gathered, they are half as many bytes":
+             case == "fp16" and any(wide),
+             f"gradients are sent in {rounded}, which rounds them": kind == "fsdp" and rounded}
+    return [note for note, holds in notes.items() if holds]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -514,8 +512,11 @@ def step_sharded(kind, rank, world, watch, yours, case):
         out["gradients"].append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         optimizer.step()
         out["weights"].append(named(model))
-    states = [t for o in made for state in o.state.values() for t in state.values() if torch.is_tensor(t) and t.dim()]
-    return out | {"states": sum(t.numel() for t in states)}
+    tensors = lambda states: [t for state in states for t in state.values() if torch.is_tensor(t) and t.dim()]
+    states, saved = tensors([state for o in made for state in o.state.values()]), []
+    with contextlib.suppress(Exception): saved = tensors(optimizer.state_dict()["state"].values())
+    lost = [t for t in states if not any(torch.equal(t, other) for other in saved)]
+    return out | {"states": sum(t.numel() for t in states), "lost": len(lost)}
 
 
 def adamw_steps(case, result, settings, own=True, factors=FACTORS):
@@ -567,7 +568,9 @@ def compare_sharded(kind, case, results):
     if min(held) > 0.95: said.append(("the states", "are not sharded: each rank has those of all parameters"))
     elif not fair: said.append(("a rank", f"holds {max(held):.0%} of the states; a fair share is {share:.0%}"))
     cells = [f"{far(1):.1e}", f"{far(STEPS):.1e}", ", ".join(f"{h:.0%}" for h in held)]
-    return cells, max(far(1), far(STEPS)) <= BOUND and fair and not said, said, []
+    lost = case == "plain" and any(r["lost"] for r in results)
+    notes = ["state_dict() lacks states that its rank holds: a checkpoint loses them"] if lost else []
+    return cells, max(far(1), far(STEPS)) <= BOUND and fair and not said, said, notes
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -421,6 +421,8 @@ RANK_MISTAKES = [
      "and isinstance(self.handles[0], nn.Parameter) else name)\n", "note: plain: nothing is sent before backward has ended"),
     ("ddp", "def finish_gradient_synchronization(self):\n        for handle", "def done(self):\n        for handle", "has no finish_gradient_synchronization()"),
     ("ddp", "return self.module(*inputs)", "raise NotImplementedError", "not written yet: rank"),
+    ("ddp", "        self.handles.append(dist.all_reduce(p.grad, async_op=True))", "        sent = p.grad.half()\n        dist.all_reduce(sent)\n        p.grad.copy_(sent)",
+     "plain: every gradient is the mean, but rounded: it is sent in float16"),
     ("sharded", "for p, rank in self.owner.items(): dist.broadcast(p.data, src=rank)", "pass", "is not sent to the other rank after the step"),
     ("sharded", "src=rank)", "src=0)", "never changes: no rank has it, or it is sent from a rank that does not"),
     ("sharded", "if self.owner[p] == dist.get_rank()]", "]", "the states are not sharded: each rank has those of all parameters"),
@@ -438,6 +440,9 @@ RANK_MISTAKES = [
     ("sharded", "super().__init__(params, settings)", "list(params); super().__init__(params, settings)", "raised ValueError at"),
     ("sharded", "else: self.inner.add_param_group(mine)", "", "add_param_group: fc.4.weight, fc.5.weight, fc.6.weight, fc.7.weight never changes"),
     ("sharded", "        self.inner.step()", "        self.inner.state.clear(); self.inner.step()", "every weight is right after a step, but not after a later one"),
+    ("sharded", "    def step(self):", "    def state_dict(self):\n        parts = [self.inner.state_dict()]\n        dist.broadcast_object_list(parts, src=0)\n"
+     "        return parts[0]\n\n    def step(self):", "note: plain: state_dict() lacks states that its rank holds"),
+    ("fsdp", "        dist.all_reduce(grad)", "        grad = grad.half()\n        dist.all_reduce(grad)\n        grad = grad.float()", "note: fp16: gradients are sent in float16"),
     ("fsdp", "            p.grad /= self.world", "            pass", "fp32: the gradient of norms.0.weight, norms.1.weight, norms.2.weight, norms.3.weight ... is the sum over the ranks"),
     ("fsdp", "            dist.all_reduce(p.grad)\n            p.grad /= self.world", "            pass", "the gradient of norms.0.weight, norms.1.weight, norms.2.weight, norms.3.weight ... is"),
     ("fsdp", "[self.rank] / self.world", "[self.rank]", "is the sum over the ranks instead of the mean"),
