@@ -26,12 +26,12 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 BOUNDS = {"fp32": 2e-5, "tf32": 3e-3, "bf16": 5e-2}
 
 
-NOT_YET, NO_GPU = "not written yet", "not compared"  # words of what fails nothing else
+CANNOT, NOT_YET, NO_GPU = "cannot be checked", "not written yet", "not compared"  # the last two fail nothing else
 
 
 class Usage(Exception):
     """Wrong usage, or what cannot be checked: exit code 2. word: the verdict in the last line."""
-    def __init__(self, text, word="cannot be checked"):
+    def __init__(self, text, word=CANNOT):
         super().__init__(text)
         self.word = word
 
@@ -178,23 +178,22 @@ def wrong_parameters(parameters, shapes):
             return f"{name} and {tied[p.data_ptr()]} are one tensor; the handout's model does not tie them"
 
 
-STEP = 2.0 ** -20
-
-
-def numbered(shapes):
-    """Weights whose elements are STEP times 1, 2, 3 ...: a model that gets them shows where it keeps each of them."""
+def staff_places(shapes):
+    """Of each weight its elements' numbers, counted over all weights."""
     sizes = [math.prod(shape) for shape in shapes.values()]
-    numbers = STEP * torch.arange(1, sum(sizes) + 1)
-    return {name: t.view(shapes[name]) for name, t in zip(shapes, numbers.split(sizes))}
+    return {name: t.view(shapes[name]) for name, t in zip(shapes, torch.arange(sum(sizes)).split(sizes))}
+
+
+STEP = 2.0 ** -20  # a model that got (number + 1) * STEP as its weights shows where it keeps each of them
 
 
 def places_in(parameters, shapes):
-    """{your parameter: which of the staff's weights' elements, counted from 0, it holds}; {} where one is missing."""
+    """{your parameter: the numbers of the staff's elements that it holds}; {} where one of them is missing."""
     count, places = sum(math.prod(shape) for shape in shapes.values()), {}
     for own, p in parameters.items():
         place = p.detach().double() / STEP - 1
         if bool(((place == place.round()) & (place >= 0) & (place < count)).all()): places[own] = place.long()
-    found = torch.cat([torch.tensor([], dtype=torch.long), *(place.flatten() for place in places.values())])
+    found = torch.cat([torch.tensor([], dtype=torch.long), *(place.flatten().cpu() for place in places.values())])
     return places if len(found.unique()) == count else {}
 
 
@@ -313,7 +312,7 @@ def check_model(model, num_heads=4, rope_theta=10000.0, context_length=32, preci
     if wrong: return bool(print(f"DIFFERS before anything is run: {wrong}."))
     if C % (2 * num_heads):
         raise Usage(f"--num_heads: got {num_heads}, takes a number that cuts d_model {C} into heads of even size")
-    places = places_in(numbered(shapes), shapes)
+    places = staff_places(shapes)
     return compare_model(model, parameters, places, shapes, context_length, num_heads, rope_theta, precision)
 
 
@@ -324,10 +323,11 @@ def check_model_function(function, context_length, precision):
     V, T, C, layers, heads, d_ff, theta = sizes.values()
     shapes, caught, context_length = shapes_of(V, C, d_ff, layers), [], min(T, context_length)
     call = lambda w, tokens: function(**sizes, weights={name: t.clone() for name, t in w.items()}, in_indices=tokens)
+    numbered = {name: STEP * (place + 1) for name, place in staff_places(shapes).items()}
     keep = lambda module, inputs, output: caught.append((module, len(inputs)))
     hook = torch.nn.modules.module.register_module_forward_hook(keep)
     try:
-        with your_code(function.__name__): call(numbered(shapes), batch_of(V, context_length)["tokens"])
+        with your_code(function.__name__): call(numbered, batch_of(V, context_length)["tokens"])
     finally: hook.remove()
     rest = shapes, context_length, heads, theta, precision
     for model, inputs in reversed(caught):
@@ -335,7 +335,7 @@ def check_model_function(function, context_length, precision):
         places = places_in(parameters, shapes)
         if places and inputs == 1: return compare_model(model.eval(), parameters, places, *rest)
     note("no module that takes the tokens alone has the weights: only the logits are compared, and no gradients")
-    return compare_model(functools.partial(call, random_weights(shapes)), {}, {}, *rest)
+    return compare_model(lambda tokens: call(random_weights(shapes), tokens), {}, {}, *rest)
 
 
 @matmuls("fp32")
@@ -814,11 +814,11 @@ def check_one(part, name, yours, o):
 def check_typed(o):
     """The exit code. What is not written yet is said, and fails nothing else."""
     if torch is None: raise Usage(f"check.py needs PyTorch (pip install torch): {no_torch}")
-    words, order = [], ["ok", "DIFFERS", "cannot be checked", NOT_YET, NO_GPU]
+    words, order = [], ["ok", "DIFFERS", CANNOT, NOT_YET, NO_GPU]
     for part in PARTS if o.what == "all" else [o.what]:
         for name, yours in find(o.yours, part, o.what != "all"):
             print(f"\n== {part}: {name}")
-            try: words.append({True: "ok", False: "DIFFERS", None: order[2]}[check_one(part, name, yours, o)])
+            try: words.append({True: "ok", False: "DIFFERS", None: CANNOT}[check_one(part, name, yours, o)])
             except Usage as e:
                 print(f"{e.word}: {e}")
                 words.append(e.word)
@@ -827,7 +827,7 @@ def check_typed(o):
     if o.what == "all" and words: print(f"\n{', '.join(counted)}.")
     if not set(words) - {NOT_YET, NO_GPU}:
         raise Usage(f"{'nothing' if words else 'no function of the course'} of {o.yours} is written yet")
-    return 1 if "DIFFERS" in words else 2 if order[2] in words else 0
+    return 1 if "DIFFERS" in words else 2 if CANNOT in words else 0
 
 
 def run(words):
@@ -835,7 +835,7 @@ def run(words):
     try: options = parse(words)
     except Usage as e: return print(f"check.py: {e}", file=sys.stderr) or 2
     try: return check_typed(options)
-    except Usage as e: return print(f"cannot be checked: {e}") or 2
+    except Usage as e: return print(f"{CANNOT}: {e}") or 2
 
 
 if __name__ == "__main__":

@@ -55,8 +55,7 @@ def rank_main(work, rank, world, folder, seconds, pipe):
     except BaseException as e:
         gloo = re.search("CUDA|AVG|nccl", str(e), re.I)
         more = "; the ranks are on the CPU over Gloo, as in the public tests" if gloo else ""
-        word = check.NOT_YET if check.not_written(e) else "cannot be checked"
-        result = Usage(f"rank {rank} {check.raised(e)}{more}", word)
+        result = Usage(f"rank {rank} {check.raised(e)}{more}", check.NOT_YET if check.not_written(e) else check.CANNOT)
     pipe.send_bytes(pickle.dumps((time.time(), result)))
     with contextlib.suppress(Exception):
         if not isinstance(result, Usage): dist.barrier()
@@ -265,9 +264,6 @@ def kinds_of_gradients(own, last, before):
             "is added to that of the step before": on_each(total / n + before), "is zero or None": on_each(total * 0)}
 
 
-NO_KIND = "is neither the mean nor what a usual mistake gives"
-
-
 def rounded_on_the_wire(sent):
     """The type of 16 bits in which gradients are sent, in words, or nothing."""
     types = [dtype for _, name, dtype, _ in sent if "reduce" in name and dtype in (torch.float16, torch.bfloat16)]
@@ -284,8 +280,8 @@ def explain_gradients(yours, own, last, before, late, bound, rounded):
         kind = next((kind for kind, right in kinds.items() if same(right)), None)
         if kind == "is right": continue
         near = all(apart(g[name], t) <= 1e-2 for g, t in zip(yours, kinds["is right"]))
-        other = f"is the mean, but rounded: it is sent in {rounded}" if rounded and near else NO_KIND
-        kind = kind or other
+        if not kind and rounded and near: kind = f"is the mean, but rounded: it is sent in {rounded}"
+        kind = kind or "is neither the mean nor what a usual mistake gives"
         if name in late: kind = "changes after finish...(): it returns before the gradient is averaged"
         causes.setdefault(kind, []).append(name)
     whose = lambda names: "every gradient" if len(names) == len(own[0]) > 1 else f"the gradient of {few(names)}"
@@ -455,7 +451,7 @@ def notes_of(kind, case, sent, held):
              "has saved, unless its storage is resized to 0": held.get("after forward", 1) <= 0.6 and between > 0.75,
              "weights are sent in float32; cast before they are gathered, they are half as many bytes":
              case == "fp16" and any(wide),
-             f"gradients are sent in {rounded}, which rounds them": kind == "fsdp" and rounded}
+             f"gradients are sent in {rounded}, which rounds them": kind == "fsdp" and case == "fp16" and rounded}
     return [note for note, holds in notes.items() if holds]
 
 
