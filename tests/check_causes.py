@@ -360,6 +360,7 @@ def reference(see, w, tokens, heads, theta, order, norm=rms_norm, glu=swiglu, bl
 
 # Mistakes that are more than one change, or that have plainer words: (formula, its other lines, the cause in words).
 HALVES = "the rotary embedding turns x[i] with x[i + D/2] instead of x[2i] with x[2i + 1]"
+INVERTED = "the causal mask is inverted: a query sees"
 NORMED = "a residual adds the normed x: it is x + attn(ln1(x)), then x + ffn(ln2(x))"
 REWRITTEN = [
     (rope, "a, b = x.chunk(2, -1)", "return torch.cat((a * c - b * s, a * s + b * c), -1)", HALVES),
@@ -381,7 +382,8 @@ REWRITTEN = [
     (block, "return ln2(h) + ffn(ln2(h))", NORMED),
     (block, "h = attn(ln1(x))", "return ffn(ln2(h))",
      "both residuals of a block are missing: it is x + attn(ln1(x)), then x + ffn(ln2(x))"),
-    (attend, "p = softmax(scores, -1) * (seen if causal else 1)", "the mask comes after softmax: P does not add up to 1"),
+    (attend, "p = softmax(scores, -1) * (seen if causal else 1)",
+     "the mask comes after softmax: P does not add up to 1"),
     (attend, "return (p @ v)[:1].expand_as(v)", "each batch gets what is the first one's"),
     (attend, "return p.bfloat16().to(p) @ v", "P is rounded to bfloat16"),
     (attend, "return p.half().to(p) @ v", "P is rounded to float16"),
@@ -390,8 +392,8 @@ for fill in ("-math.inf", "-1e6", "-1e9", "scores - 1e6", "scores - 1e9"):
     line = f"masked = where(seen, scores, {fill}) if causal else scores"
     REWRITTEN += [
         (attend, "seen = j < i[:, None]", line, "the causal mask is off by one: a query does not see its own key"),
-        (attend, "seen = j > i[:, None]", line, "the causal mask is inverted: a query sees only the keys after its own"),
-        (attend, "seen = j >= i[:, None]", line, "the causal mask is inverted: a query sees its own key and those after it")]
+        (attend, "seen = j > i[:, None]", line, f"{INVERTED} only the keys after its own"),
+        (attend, "seen = j >= i[:, None]", line, f"{INVERTED} its own key and those after it")]
 for fill in ("0", "-1", "-10", "-100", "scores - 1", "scores - 10", "scores - 100"):
     REWRITTEN += [(attend, f"masked = where(seen, scores, {fill}) if causal else scores",
                    f"a masked score becomes {fill}; it has to become -inf before softmax")]
