@@ -479,24 +479,26 @@ DEVICE void store_L(const AttentionArgs& a, int b, int h, int first,
     }
 }
 
+// Warpgroup g waits for its turn at barrier TURN + g. 256 threads meet there: its own 128, which
+// wait, and those of the warpgroup before it, which hand the turn on and do not wait. The last
+// warpgroup hands it on once at the start, so that warpgroup 0 begins, and once more at the end,
+// where warpgroup 0 takes it: a barrier must not be left half full.
+constexpr int TURN = 1;
 // Computes O and L of a warpgroup's 64 queries in one tile of queries after another. One step takes
-// a tile of keys: `scores` and `add_values` only start their products, the waits follow.
+// a tile of keys: `scores` and `add_values` only start their products, the waits follow. m is kept
+// times c, so in powers of 2. base and shrink are the newest tile's: what step 3 subtracts, and by
+// what step 5 multiplies O.
 template <class Tile>
 DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
                              ForwardBarriers<Tile>& bars, char* dynamic, int warpgroup) {
     constexpr int D = Tile::D, Bk = Tile::Bk, stages = Tile::stages;
-    // passed, it costs instructions
-    char* q_tiles = dynamic + (1024 - smem_address(dynamic) % 1024) % 1024;
+    char* q_tiles = dynamic + (1024 - smem_address(dynamic) % 1024) % 1024;  // passed: slower
     int t = threadIdx.x % 128, warp = t / WARP, lane = t % WARP;
     float c = a.scale * LOG2_E;
     uint32_t k_at = descriptor(q_tiles + Tile::k_ring, 16);
     uint32_t v_at = descriptor(q_tiles + Tile::v_ring, Tile::k_slab);
     uint32_t k_next = k_at, v_next = v_at;  // of the tile to be read next
     uint32_t k_read = 0, v_read = 0;        // how many tiles have been read
-    // Warpgroup g waits for its turn at barrier TURN + g. 256 threads meet there: its own 128,
-    // which wait, and those of the warpgroup before it, which hand the turn on and do not wait. The
-    // last warpgroup hands it on once at the start, so that warpgroup 0 begins.
-    constexpr int TURN = 1;
     if (warpgroup == Tile::groups - 1) { barrier_arrive(TURN, 256); }
 #pragma unroll 1
     for (int served = 0;; served++) {
@@ -508,11 +510,8 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
         QueryTile q = query_tile<Tile>(a, order, tile);
         int first = q.q0 + warpgroup * 64;
         int row = first + warp * 16 + lane / 4;  // this thread's queries: row and row + 8
-        // m: times c, so in powers of 2
         float s[Bk / 2], o[Tile::o_columns / 2] = {}, m[2] = {-INFINITY, -INFINITY};
-        float l[2] = {0, 0};
-        // of the newest tile: what is subtracted, and by what O is multiplied
-        float base[2], shrink[2];
+        float l[2] = {0, 0}, base[2], shrink[2];
         uint32_t p[Bk / 16][4];
         char* q_tile = q_tiles + buffer * Tile::q_bytes;
         uint32_t q_at = descriptor(q_tile + warpgroup * 64 * SLAB_ROW, 16);
@@ -543,10 +542,8 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
             if (t == 0) { mbarrier_arrive(&empty[(read - 1) % stages]); }
         };
 
-        // Tiles of keys from the last: those that hold keys which some query of this warpgroup does
-        // not see come first.
-        int whole = min(a.Tk, a.causal ? first + 1 : a.Tk) / Bk,
-            masked_end = max(q.k_tiles - whole, 1);
+        int whole = min(a.Tk, a.causal ? first + 1 : a.Tk) / Bk;
+        int masked_end = max(q.k_tiles - whole, 1);  // then all queries here see all keys
         auto key = [&](int from_end) { return (q.k_tiles - 1 - from_end) * Bk + lane % 4 * 2; };
         scores();
         wgmma_wait<0>(s);
@@ -590,7 +587,6 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
         __syncwarp();  // all lanes have read
         if (lane == 0) { mbarrier_arrive(&bars.q_empty[buffer]); }
     }
-    // The last warpgroup has handed the turn on once more: a barrier must not be left half full.
     if (warpgroup == 0) { barrier_sync(TURN, 256); }
 }
 
