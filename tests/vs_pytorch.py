@@ -8,7 +8,7 @@
   python3 tests/vs_pytorch.py --max_ratio 1         exit code 1 if any of our times is longer than PyTorch's
   python3 tests/vs_pytorch.py --device cpu --quick  tries this script where there is no GPU
 
-The peer is the fastest PyTorch that we know: each block under torch.compile, attention by SDPA, AdamW with fused=True, and each
+The peer is PyTorch at its best, as far as we know it: each block under torch.compile, attention by SDPA, AdamW with fused=True, and each
 phase captured in one CUDA graph, so that no host slows it. The step without the graph is a column of its own. bf16 is
 autocast's, with weights and AdamW's moments in fp32, as ours is, but its gradients are in fp32, while those of our
 matrices are in 16 bits; fp32 is true fp32, without TF32. The model is the handout's,
