@@ -297,9 +297,9 @@ TEST_CASE("calcs: fsdp_tp_calcs's bounds are those of a search over all splits")
                 return c.communication <= c.flops / l.C;
             };
             double best = 1;
-            for (double n = 1; fits(n, 1); n += 0.0005) {
+            for (double n = 1; fits(n, 1); n *= 1.0005) {
                 double fitting = 1, beyond = 1e6;
-                for (int i = 0; i < 60; i++) {
+                for (int i = 0; i < 40; i++) {
                     const double middle = (fitting + beyond) / 2;
                     double& bound = fits(n, middle) ? fitting : beyond;
                     bound = middle;

@@ -39,7 +39,8 @@ static Run accounting(const vector<string>& more) {
     vector<string> words = {"fsdp_accounting", "--quick", "--device",    "cpu",
                             "--d_model",       "64",      "--d_ff",      "128",
                             "--num_layers",    "4",       "--num_heads", "2",
-                            "--vocab_size",    "200"};
+                            "--vocab_size",    "200",     "--warmup",    "1",
+                            "--steps",         "1"};
     words.insert(words.end(), more.begin(), more.end());
     return run_cs336(words);
 }

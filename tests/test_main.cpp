@@ -245,7 +245,7 @@ TEST_CASE("main: reproduce keeps a file of this commit, device, sizes and format
 TEST_CASE("main: info's rates are FLOPs and bytes, read and written, per second") {
     begin_on(CPU);
     const int n = 256;
-    const int64_t bytes = 8 << 20;
+    const int64_t bytes = 2 << 20;
     Tensor a = zeros({n, n}, F32), b = zeros({n, n}, F32), c = zeros({n, n}, F32);
     Tensor from = zeros({bytes / 4}, F32), to = zeros({bytes / 4}, F32);
     double tflops = 0, gb_per_s = 0, product_ms = INFINITY, copy_ms = INFINITY;

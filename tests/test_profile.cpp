@@ -570,7 +570,7 @@ static void check_as_planned(const MemoryRun& planned, const MemoryRun& run) {
 }
 TEST_CASE("memory_profiling: what is predicted is what happens, and gradients are the formula's") {
     begin_on(CPU);
-    const ModelConfig c = {"tiny", 256, 1024, 2, 4, 1000};
+    const ModelConfig c = {"tiny", 64, 256, 2, 4, 250};
     for (Mode mode : {EAGER, FUSED, FLASH}) {
         for (Precision precision : {FP32, PREC_BF16, PREC_PURE_BF16}) {
             context.mode = mode;
