@@ -76,7 +76,8 @@ CUPTI_INCLUDE := $(wildcard $(CUDA_HOME)/extras/CUPTI/include)
 CUDA_LIBS := $(wildcard $(CUDA_HOME)/lib64 $(CUDA_HOME)/lib $(CUDA_HOME)/extras/CUPTI/lib64)
 # Of CXXFLAGS nvcc is given the level alone: it does not know g++'s other options.
 LEVEL := $(or $(lastword $(filter -O0 -O1 -O2 -O3,$(CXXFLAGS))),-O2)
-COMPILE_CU = $(NVCC) -x cu -std=c++17 $(LEVEL) -lineinfo --threads 2 $(ARCH) -ccbin $(lastword $(CXX)) \
+LINES := -lineinfo  # a profiler then knows which line an instruction comes from
+COMPILE_CU = $(NVCC) -x cu -std=c++17 $(LEVEL) $(LINES) --threads 2 $(ARCH) -ccbin $(lastword $(CXX)) \
 	-Xcompiler -fno-math-errno,-fopenmp,-Wall,-Wextra,-Wno-parentheses $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror -Xptxas -v)
 TEST_FLAGS := --diag-suppress=3357  # a lambda may capture a structured binding, says g++
 LINK = $(NVCC) $(ARCH) -ccbin $(lastword $(CXX)) -Xcompiler -fopenmp

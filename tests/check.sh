@@ -50,7 +50,8 @@ no_spills() {
 }
 cuda_flavour() {
     [ -n "$nvcc" ] || { skip "cuda flavour" "no nvcc"; return; }
-    local program=build/cuda-werror/cs336 fast="CXXFLAGS=-O1"  # of the code for the CPU; kernels stay the same
+    local program=build/cuda-werror/cs336
+    local fast="CXXFLAGS=-O1 LINES="  # less of the code for the CPU, and no table of lines; kernels stay the same
     step "cuda build, warnings are errors" build NVCC="$nvcc" $fast EVERY_CARD="80 90" $program
     step "no kernel spills registers" no_spills build/cuda-werror
     for words in list "info --quick" "flash_forward --quick"; do step "cuda $words" prints $program $words; done
