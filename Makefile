@@ -56,10 +56,9 @@ CXXFLAGS := -O2
 NEEDED := -std=c++17 -fno-math-errno -fopenmp -Wall -Wextra $(if $(WERROR),-Werror)
 # The check of vptr takes a descriptor (a pipe tells it what can be read), and misreports where there is none left. That
 # of null takes a sixth of the compiling, and the address sanitizer reports the access anyway. At a fixed address a
-# process starts in half the time, since 24 MB of pointers need not be adjusted; the tests start many. What looks for
-# uses after a return takes a tenth of the compiling, and is off when it runs (gcc's manual).
+# process starts in half the time, since 24 MB of pointers need not be adjusted; the tests start many.
 ASAN_FLAGS := -O1 -g1 -fno-pie -no-pie -fsanitize=address,undefined -fno-sanitize=vptr,null -fno-sanitize-recover=all \
-	-fno-omit-frame-pointer --param=asan-use-after-return=0
+	-fno-omit-frame-pointer
 SANITIZE := $(if $(ASAN),$(ASAN_FLAGS),$(if $(TSAN),-O1 -g1 -fsanitize=thread))
 DEFINES = $(if $(HAVE_OPENBLAS),-DHAVE_OPENBLAS)
 LIBS = $(if $(HAVE_OPENBLAS),-lopenblas) $(if $(HAVE_GLOO),-lgloo -lpthread) -ldl

@@ -9,13 +9,12 @@
 // gradient is that of a part, or of weights that are whole.
 //
 // Why AdamW does not run during backward, on one card (tried on an H100, bf16, small to 2.7B):
-//   - On a stream of its own, with any priority, 96 to 528 blocks, and cuBLAS held to 84 to 116
-//     multiprocessors, it gains 0 to 1 % of a step, or loses: a product's block fills a
-//     multiprocessor, so AdamW gets what the last wave leaves, and then holds up the next product.
-//   - In the kernel of the product that makes the gradient (wgmma; two warpgroups multiply a tile
-//     while seven warps step the one before) it gains 5 to 8 % of medium's to 2.7B's steps at 256
-//     tokens, 3 to 6 % at 1024, and nothing of small's. That takes 3,000 tokens, more than README's
-//     price. Two blocks a multiprocessor, without roles, gain 0 to 2 %.
+//   - A stream of its own for it, of either priority, gains at most 1 % of a step. With 96 to 288
+//     blocks only, or with cuBLAS held to 84 to 116 multiprocessors, the step takes longer.
+//   - One kernel for it and for the product that makes the gradient (wgmma; two warpgroups multiply
+//     a tile while seven warps step the one before) gains 5 to 8 % of medium's to 2.7B's steps at
+//     context length 256, 3 to 6 % of large's to 2.7B's at 1024, and nothing of small's. It costs
+//     3,000 tokens, which is more than README allows for that.
 #include "fast_ways.h"
 #include "lib/gpu.h"
 
