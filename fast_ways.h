@@ -83,9 +83,6 @@ struct FastWays {
     void (*allocate_shared)(const Communicator& c, const function<void()>& f);
     void (*free_shared)(const Communicator& c);
     WorkPtr (*all_reduce_beside)(const Communicator& c, const Tensor& t, Reduction how);
-    // Calls f at once; what f launches runs when the collective has ended. Returns a work that ends
-    // with it.
-    WorkPtr (*run_behind)(const WorkPtr& work, const function<void()>& f);
 };
 inline FastWays fast_ways;
 // Runs f, in which all ranks allocate the tensors that collectives move.

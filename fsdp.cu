@@ -31,7 +31,7 @@ struct FsdpUnit {
     std::multimap<int64_t, Tensor> slots;
 };
 constexpr int NORMS = -1;  // in place of a unit's number: the replicated weights
-struct FsdpWait {          // of the compute stream, for a collective and what runs behind it
+struct FsdpWait {          // of the compute stream, for a collective
     int unit;
     WorkPtr work;
     Mark asked, got;
@@ -216,16 +216,6 @@ static void step_shard(Fsdp& fsdp, const vector<FlatGradient>& gradients, float 
                  scalars_of(group.adamw, group.step, gradient_scale));
 }
 
-// With steps_in_backward, AdamW takes a unit's step when its gradient is an average: in
-// finish_reduce, when backward has finished the next unit, too. fast/, with NCCL, runs it beside
-// that unit instead, right behind the reduce-scatter.
-static void step_unit(Fsdp& fsdp, const FsdpUnit& unit) {
-    step_shard(fsdp, {{fsdp.average, unit.offset}}, 1);
-}
-static bool steps_beside(const Fsdp& fsdp) {
-    return fsdp.steps_in_backward && fast_ways.run_behind && fsdp.c.backend == "nccl";
-}
-
 // Waits for the reduce-scatter under way. Then AdamW takes the unit's step, or the unit keeps the
 // average, or adds it to that of an earlier backward.
 static void finish_reduce(Fsdp& fsdp) {
@@ -233,7 +223,7 @@ static void finish_reduce(Fsdp& fsdp) {
     wait_for(fsdp, fsdp.reducing, fsdp.reduce);
     FsdpUnit& unit = fsdp.units[fsdp.reducing];
     if (fsdp.steps_in_backward) {
-        if (!steps_beside(fsdp)) { step_unit(fsdp, unit); }
+        step_shard(fsdp, {{fsdp.average, unit.offset}}, 1);
     } else if (unit.gradient) {
         copy_or_add(unit.gradient, fsdp.average, true);
     } else {
@@ -254,9 +244,6 @@ static void start_reduce(Fsdp& fsdp, int i) {
                                           : empty({unit.part}, unit.gradients.dtype, GRADIENTS);
     fsdp.reduce = reduce_scatter(fsdp.c, unit.gradients, AVERAGE, fsdp.average);
     fsdp.reducing = i;
-    if (steps_beside(fsdp)) {
-        fsdp.reduce = fast_ways.run_behind(fsdp.reduce, [&] { step_unit(fsdp, unit); });
-    }
 }
 static void pre_backward(Fsdp& f, int i) {
     for (; f.reached > i; f.reached--) { start_reduce(f, f.reached); }

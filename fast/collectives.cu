@@ -1,11 +1,9 @@
-// fast/collectives.cu: NCCL beside products. No result depends on it. It has three parts:
+// fast/collectives.cu: NCCL beside products. No result depends on it. It has two parts:
 //   two lanes   reduce-scatters have a communicator and a stream of their own, so that FSDP's
 //               gathers run beside them
 //   windows     memory that all ranks have registered with NCCL: copy engines then move what is
 //               gathered, and the multiprocessors are left to products. An all-reduce that is a
 //               scatter and a gather gains by that for its second half.
-//   behind      AdamW on a part whose gradient has just been reduced, in the room that other
-//               kernels leave
 #include "fast_ways.h"
 #include "lib/gpu.h"
 
@@ -16,7 +14,6 @@
 
 static Lane lane;                 // of all collectives but reduce-scatters
 static Lane reduce_scatter_lane;  // of these
-static cudaStream_t behind;       // run_behind's
 static shared_ptr<Places> windows;
 
 #ifdef WITH_WINDOWS
@@ -55,7 +52,7 @@ struct Windows : Places {
 };
 #endif
 
-// Makes both lanes, the stream of run_behind, and the windows' list.
+// Makes both lanes, and the windows' list.
 static void connect(const Communicator& c) {
     // Blocking, since a non-blocking communicator starts a thread for every collective.
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -65,10 +62,6 @@ static void connect(const Communicator& c) {
 #endif
     lane = open_lane(c, &config);
     reduce_scatter_lane = open_lane(c, &config);
-
-    int least, greatest;
-    CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-    CUDA_CHECK(cudaStreamCreateWithPriority(&behind, cudaStreamNonBlocking, least));
 }
 
 // From here on an all-reduce beside backward is two calls, a reduce-scatter and an all-gather. With
@@ -121,25 +114,12 @@ static void disconnect(const Communicator& c) {
     close_lane(lane);
 }
 
-// Runs f when a collective has ended, while the caller goes on, and returns a work that ends with
-// f. What f launches runs in a stream of the lowest priority, in the room that the compute stream
-// leaves. Until wait() nobody else may touch what f writes, or free what it reads. f may not
-// allocate, since memory is freed in the compute stream's order.
-static WorkPtr run_behind(const WorkPtr& work, const function<void()>& f) {
-    auto both = make_shared<Work>(*work);
-    await(behind, work->end);
-    with_stream(behind, f);
-    both->end = mark_on(behind);
-    return both;
-}
-
 // Enters these ways where the program starts; nobody reads `entered`.
 static const AddRow<NcclWay> two_lanes({2, connect, start, disconnect});
 [[maybe_unused]] static const bool entered = [] {
     fast_ways.allocate_shared = allocate_in_windows;
     fast_ways.free_shared = close_windows;
     fast_ways.all_reduce_beside = all_reduce_beside;
-    fast_ways.run_behind = run_behind;
     return true;
 }();
 #endif
