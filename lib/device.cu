@@ -25,19 +25,6 @@ extern "C" char* openblas_get_corename(void);
 #define CS336_COMMIT "unknown"
 #endif
 
-// Runs f while the variable has this value, and gives the old value back, also where f throws.
-template <class T>
-static void run_with(T& variable, T value, const function<void()>& f) {
-    std::swap(variable, value);
-    try {
-        f();
-    } catch (...) {
-        variable = value;
-        throw;
-    }
-    variable = value;
-}
-
 // -------------------------------------------------------------------------------------------------
 // Texts and errors
 
@@ -203,10 +190,8 @@ Device choose_device(const string& want, [[maybe_unused]] int gpu) {
 }
 
 #ifdef __CUDACC__
-static thread_local cudaStream_t other = nullptr;  // with_stream's
-
-// Returns the stream in which this thread launches. Collectives come before the compute stream's
-// work, and there is room for streams that come behind it.
+// Returns the stream in which we launch. Collectives come before the compute stream's work, and
+// there is room for streams that come behind it.
 cudaStream_t stream() {
     static const cudaStream_t compute = [] {
         cudaStream_t created;
@@ -216,9 +201,8 @@ cudaStream_t stream() {
             cudaStreamCreateWithPriority(&created, cudaStreamNonBlocking, (least + greatest) / 2));
         return created;
     }();
-    return other ? other : compute;
+    return compute;
 }
-void with_stream(cudaStream_t s, const function<void()>& f) { run_with(other, s, f); }
 #endif
 
 void synchronize() {
@@ -529,7 +513,12 @@ static void book(const Memory* m, bool comes) {
 static shared_ptr<Places> places;  // allocate_in's
 
 void allocate_in(const shared_ptr<Places>& use, const function<void()>& f) {
-    run_with(places, use, f);
+    struct RestorePlaces {
+        shared_ptr<Places> before = places;
+        ~RestorePlaces() { places = before; }
+    } restore;
+    places = use;
+    f();
 }
 
 // Returns a new buffer, at one of the places in use or else in memory of its own, and books it.

@@ -189,8 +189,7 @@ size_t system_memory(const char* group = nullptr);
 // The first call of main(): it may start the program anew, with other environment variables.
 void choose_cpu_settings(char** argv);
 #ifdef __CUDACC__
-cudaStream_t stream();  // the compute stream, but s while with_stream(s, f) runs f
-void with_stream(cudaStream_t s, const function<void()>& f);
+cudaStream_t stream();  // the compute stream
 #endif
 
 // -------------------------------------------------------------------------------------------------
