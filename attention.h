@@ -21,11 +21,17 @@ struct AttentionTensors {
 struct Heads {
     void* data;
     int64_t batch, head, row;  // in elements
+    int rows, D;               // of each head
 };
 // Returns the address of the first row of head h of sequence b.
 template <class T>
 HD inline T* head_of(const Heads& x, int b, int h) {
     return (T*)x.data + b * x.batch + h * x.head;
+}
+// Returns the address of a row of the first head: of this head, after move_to_head.
+template <class T>
+HD inline T* row_at(const Heads& x, int i) {
+    return (T*)x.data + i * x.row;
 }
 // The causal mask: query i sees keys 0 to keys_seen - 1. (Naive makes it a tensor; kernels in tiles
 // know it by tile.)
@@ -47,6 +53,15 @@ struct AttentionArgs {
     int query_rows;
 };
 AttentionArgs args_of(const AttentionTensors& t);
+// Moves the tensors' addresses, and those of L and the queries, to one of the B*H heads.
+template <class T>
+HD inline void move_to_head(AttentionArgs& a, int head) {
+    for (Heads* x : {&a.q, &a.k, &a.v, &a.o, &a.dO, &a.dq, &a.dk, &a.dv}) {
+        x->data = head_of<T>(*x, head / a.H, head % a.H);
+    }
+    a.L += (int64_t)head * a.Tq;
+    a.queries += (int64_t)head * a.query_rows;
+}
 // A row of the table of implementations, table_of<AttentionImpl>(). `takes` says whether it can run
 // tensors of this type and head size.
 struct AttentionImpl {

@@ -43,9 +43,8 @@
 
 static Heads heads_of(const Tensor& t) {
     if (!t) { return {}; }
-    return {t.data, t.stride[0], t.stride[1], t.stride[2]};
+    return {t.data, t.stride[0], t.stride[1], t.stride[2], (int)t.dim(2), (int)t.dim(3)};
 }
-static int head_size(const AttentionTensors& t) { return (int)t.q.dim(3); }
 
 // Returns what loops and kernels get of the tensors. The tensors must outlive it.
 AttentionArgs args_of(const AttentionTensors& t) {
@@ -58,11 +57,11 @@ AttentionArgs args_of(const AttentionTensors& t) {
             heads_of(t.dk),
             heads_of(t.dv),
             t.L.as<float>(),
-            (int)t.q.dim(0),                 // B
-            (int)t.q.dim(1),                 // H
-            (int)t.q.dim(2),                 // Tq
-            (int)t.k.dim(2),                 // Tk
-            1 / sqrtf((float)head_size(t)),  // scale
+            (int)t.q.dim(0),               // B
+            (int)t.q.dim(1),               // H
+            (int)t.q.dim(2),               // Tq
+            (int)t.k.dim(2),               // Tk
+            1 / sqrtf((float)t.q.dim(3)),  // scale
             t.causal,
             nullptr,
             0};
@@ -75,17 +74,14 @@ AttentionArgs args_of(const AttentionTensors& t) {
 
 constexpr int CPU_BQ = 64, CPU_BK = 128;  // with D = 64: Q, K, V, S and O tiles take 128 KiB
 
-static float* row_of(const Heads& x, const AttentionArgs& a, int head, int row) {
-    return head_of<float>(x, head / a.H, head % a.H) + row * x.row;
-}
-// A tile of S: M queries from q0 on and N keys from k0 on, of one head of B*H. It is stored as M
-// rows of CPU_BK numbers.
+// A tile of S: M queries from q0 on and N keys from k0 on, of a's head. It is stored as M rows of
+// CPU_BK numbers.
 struct TileOfS {
     const AttentionArgs& a;
-    int D, head, q0, M, k0, N;
+    int q0, M, k0, N;
     // Return the rows of x [B,H,Tq,D] for these queries, and of x [B,H,Tk,D] for these keys.
-    float* queries(const Heads& x) const { return row_of(x, a, head, q0); }
-    float* keys(const Heads& x) const { return row_of(x, a, head, k0); }
+    float* queries(const Heads& x) const { return row_at<float>(x, q0); }
+    float* keys(const Heads& x) const { return row_at<float>(x, k0); }
 };
 
 // Writes S = Q_i K_j^T / sqrt(D), with -inf where a query does not see a key.
@@ -94,21 +90,23 @@ static void scores_cpu(float* S, const TileOfS& t) {
     blas_product(S, CPU_BK,                       // [M,N]
                  t.queries(a.q), a.q.row, false,  // [M,D]
                  t.keys(a.k), a.k.row, true,      // [N,D], transposed
-                 t.M, t.N, t.D, a.scale, 0);
+                 t.M, t.N, a.q.D, a.scale, 0);
     for (int i = 0; i < t.M; i++) {
         const int seen = std::max(keys_seen(a.causal, t.q0 + i, a.Tk) - t.k0, 0);  // of this tile
         for (int j = seen; j < t.N; j++) { S[i * CPU_BK + j] = -INFINITY; }
     }
 }
 
-// Writes O and L of the queries from q0 to the end of their tile.
-static void flash_forward_tile_cpu(const AttentionArgs& a, int D, int head, int q0) {
+// Writes O and L of a head's queries from q0 to the end of their tile.
+static void flash_forward_tile_cpu(AttentionArgs a, int head, int q0) {
+    move_to_head<float>(a, head);
+    const int D = a.q.D;
     const int M = std::min(CPU_BQ, a.Tq - q0);
     const int keys = keys_seen(a.causal, q0 + M - 1, a.Tk);
     vector<float> S(CPU_BQ * CPU_BK), O(M * D), m(M, -FLT_MAX), l(M);
     for (int k0 = 0; k0 < keys; k0 += CPU_BK) {
         const int N = std::min(CPU_BK, keys - k0);
-        const TileOfS tile = {a, D, head, q0, M, k0, N};
+        const TileOfS tile = {a, q0, M, k0, N};
         scores_cpu(S.data(), tile);  // step 1
         for (int i = 0; i < M; i++) {
             float* s = &S[i * CPU_BK];
@@ -135,9 +133,9 @@ static void flash_forward_tile_cpu(const AttentionArgs& a, int D, int head, int 
     }
 
     for (int i = 0; i < M; i++) {  // step 6
-        float* o = row_of(a.o, a, head, q0 + i);
+        float* o = row_at<float>(a.o, q0 + i);
         for (int d = 0; d < D; d++) { o[d] = O[i * D + d] / l[i]; }
-        a.L[(int64_t)head * a.Tq + q0 + i] = m[i] + log(l[i]);
+        a.L[q0 + i] = m[i] + log(l[i]);
     }
 }
 
@@ -147,9 +145,7 @@ static void flash_forward_cpu(const AttentionTensors& t) {
     one_blas_thread();
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int q0 = (a.Tq - 1) / CPU_BQ * CPU_BQ; q0 >= 0; q0 -= CPU_BQ) {
-        for (int head = 0; head < a.B * a.H; head++) {
-            flash_forward_tile_cpu(a, head_size(t), head, q0);
-        }
+        for (int head = 0; head < a.B * a.H; head++) { flash_forward_tile_cpu(a, head, q0); }
     }
 }
 
@@ -159,9 +155,9 @@ static void flash_forward_cpu(const AttentionTensors& t) {
 // queries.
 static void flash_backward_tile_cpu(float* P, float* dS, const TileOfS& t, int first) {
     const AttentionArgs& a = t.a;
-    const int D = t.D, M = t.M, N = t.N;
+    const int D = a.q.D, M = t.M, N = t.N;
     const float *o = t.queries(a.o), *dO = t.queries(a.dO);
-    const float* L = a.L + (int64_t)t.head * a.Tq + t.q0;
+    const float* L = a.L + t.q0;
 
     scores_cpu(P, t);                         // step 8: S
     blas_product(dS, CPU_BK,                  // step 10: dP [M,N]
@@ -195,10 +191,12 @@ static void flash_backward_tile_cpu(float* P, float* dS, const TileOfS& t, int f
 
 // Writes dQ, dK and dV. A thread takes all of a head, so no two add to one sum.
 static void flash_backward_cpu(const AttentionTensors& t) {
-    const AttentionArgs a = args_of(t);
+    const AttentionArgs all = args_of(t);
     one_blas_thread();
 #pragma omp parallel for schedule(dynamic)
-    for (int head = 0; head < a.B * a.H; head++) {
+    for (int head = 0; head < all.B * all.H; head++) {
+        AttentionArgs a = all;
+        move_to_head<float>(a, head);
         vector<float> P(CPU_BQ * CPU_BK), dS(CPU_BQ * CPU_BK);
         for (int k0 = 0; k0 < a.Tk; k0 += CPU_BK) {
             const int N = std::min(CPU_BK, a.Tk - k0);
@@ -207,8 +205,7 @@ static void flash_backward_cpu(const AttentionTensors& t) {
             const int first = a.causal ? std::min(k0, a.Tq - 1) / CPU_BQ * CPU_BQ : 0;
             for (int q0 = first; q0 < a.Tq; q0 += CPU_BQ) {
                 const int M = std::min(CPU_BQ, a.Tq - q0);
-                flash_backward_tile_cpu(P.data(), dS.data(), {a, head_size(t), head, q0, M, k0, N},
-                                        first);
+                flash_backward_tile_cpu(P.data(), dS.data(), {a, q0, M, k0, N}, first);
             }
         }
     }
@@ -221,18 +218,17 @@ static void flash_backward_cpu(const AttentionTensors& t) {
 constexpr int STEP_7_THREADS = 128;
 // Writes what backward's kernels read of the queries: a warp takes one, lane by lane of its D.
 template <class T>
-__global__ void flash_step_7_kernel(AttentionArgs a, int D,
+__global__ void flash_step_7_kernel(AttentionArgs a,
                                     BackwardQuery* queries) {  // [B*H,a.query_rows]
     int64_t n = (blockIdx.x * (int64_t)STEP_7_THREADS + threadIdx.x) / WARP;
-    int head = (int)(n / a.query_rows), b = head / a.H, h = head % a.H;
     int i = (int)(n % a.query_rows), lane = threadIdx.x % WARP;
+    move_to_head<T>(a, (int)(n / a.query_rows));
     BackwardQuery query = {INFINITY, 0};  // beyond Tq
     if (i < a.Tq) {
-        const T* o = head_of<const T>(a.o, b, h) + i * a.o.row;
-        const T* dO = head_of<const T>(a.dO, b, h) + i * a.dO.row;
+        const T *o = row_at<T>(a.o, i), *dO = row_at<T>(a.dO, i);
         float sum = 0;
-        for (int d = lane; d < D; d += WARP) { sum += o[d] * dO[d]; }
-        query = {a.L[(int64_t)head * a.Tq + i] * LOG2_E, warp_sum(sum)};
+        for (int d = lane; d < a.o.D; d += WARP) { sum += o[d] * dO[d]; }
+        query = {a.L[i] * LOG2_E, warp_sum(sum)};
     }
     if (lane == 0) { queries[n] = query; }
 }
@@ -245,7 +241,7 @@ AttentionArgs step_7(const AttentionTensors& t, Tensor* memory) {
     const int64_t threads = (int64_t)a.B * a.H * a.query_rows * WARP;
     with_gpu_type(t.q.dtype, [&](auto zero) {
         LAUNCH(flash_step_7_kernel<decltype(zero)>, ceil_div(threads, STEP_7_THREADS),
-               STEP_7_THREADS, a, head_size(t), queries);
+               STEP_7_THREADS, a, queries);
     });
     a.queries = queries;
     return a;
@@ -269,30 +265,29 @@ constexpr int V1_TILE = WARP, V1_D = 128, V1_COLUMNS = V1_D / WARP;
 using V1Tile = float[V1_TILE][V1_D + 1];
 using V1Row = float[V1_COLUMNS];  // a row, spread over a warp
 
-// Loads row i of head h, the warp's. It is 0 behind the last row, and so are columns behind D.
+// Loads row i, the warp's. It is 0 behind the last row, and so are columns behind D.
 template <class T>
-__device__ void v1_load(V1Row& row, const Heads& x, int b, int h, int i, int rows, int D) {
-    const T* from = head_of<const T>(x, b, h) + i * x.row;
+__device__ void v1_load(V1Row& row, const Heads& x, int i) {
+    const T* from = row_at<T>(x, i);
     for (int c = 0; c < V1_COLUMNS; c++) {
         int d = c * WARP + threadIdx.x;
-        row[c] = i < rows && d < D ? from[d] : 0.0f;
+        row[c] = i < x.rows && d < x.D ? from[d] : 0.0f;
     }
 }
 // Loads the rows from `first` on, each warp one.
 template <class T>
-__device__ void v1_load(V1Tile& tile, const Heads& x, int b, int h, int first, int rows, int D) {
+__device__ void v1_load(V1Tile& tile, const Heads& x, int first) {
     V1Row row;
-    v1_load<T>(row, x, b, h, first + threadIdx.y, rows, D);
+    v1_load<T>(row, x, first + threadIdx.y);
     for (int c = 0; c < V1_COLUMNS; c++) { tile[threadIdx.y][c * WARP + threadIdx.x] = row[c]; }
 }
 // Stores row i, the warp's, times a factor.
 template <class T>
-__device__ void v1_store(const V1Row& row, float factor, const Heads& x, int b, int h, int i,
-                         int rows, int D) {
-    T* to = head_of<T>(x, b, h) + i * x.row;
+__device__ void v1_store(const V1Row& row, float factor, const Heads& x, int i) {
+    T* to = row_at<T>(x, i);
     for (int c = 0; c < V1_COLUMNS; c++) {
         int d = c * WARP + threadIdx.x;
-        if (i < rows && d < D) { to[d] = row[c] * factor; }
+        if (i < x.rows && d < x.D) { to[d] = row[c] * factor; }
     }
 }
 // Returns the warp's row times row `lane` of the tile: 32 products at once.
@@ -319,22 +314,22 @@ __device__ inline void v1_add_rows(V1Row& row, float x, const V1Tile& tile, int 
 
 // Writes O and L: a block owns queries, and the keys that they see pass.
 template <class T>
-__global__ void __launch_bounds__(V1_TILE* WARP, 1)
-    flash_v1_forward_kernel(AttentionArgs a, int D) {
+__global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_forward_kernel(AttentionArgs a) {
     __shared__ V1Tile K, V;
-    int head = blockIdx.x, b = head / a.H, h = head % a.H;
+    move_to_head<T>(a, blockIdx.x);
+    int D = a.q.D;
     int q0 = blockIdx.y * V1_TILE;
     int i = q0 + threadIdx.y;
     V1Row q, O = {};
-    v1_load<T>(q, a.q, b, h, i, a.Tq, D);
+    v1_load<T>(q, a.q, i);
     float m = -FLT_MAX;  // not -inf: if the first scores are -inf, -inf - -inf would be NaN
     float l = 0;
 
     int keys = keys_seen(a.causal, q0 + V1_TILE - 1, a.Tk);
     for (int k0 = 0; k0 < keys; k0 += V1_TILE) {
         __syncthreads();  // all warps have read the tiles of the turn before
-        v1_load<T>(K, a.k, b, h, k0, a.Tk, D);
-        v1_load<T>(V, a.v, b, h, k0, a.Tk, D);
+        v1_load<T>(K, a.k, k0);
+        v1_load<T>(V, a.v, k0);
         __syncthreads();  // the tiles are there
 
         bool seen = k0 + threadIdx.x < keys_seen(a.causal, i, a.Tk);
@@ -349,28 +344,29 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1)
         m = larger;
     }
 
-    v1_store<T>(O, 1 / l, a.o, b, h, i, a.Tq, D);  // step 6
-    if (threadIdx.x == 0 && i < a.Tq) { a.L[(int64_t)head * a.Tq + i] = m + logf(l); }
+    v1_store<T>(O, 1 / l, a.o, i);  // step 6
+    if (threadIdx.x == 0 && i < a.Tq) { a.L[i] = m + logf(l); }
 }
 
 // Writes dQ: a block owns queries, and the keys that they see pass.
 template <class T>
-__global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dq_kernel(AttentionArgs a, int D) {
+__global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dq_kernel(AttentionArgs a) {
     __shared__ V1Tile K, V;
-    int head = blockIdx.x, b = head / a.H, h = head % a.H;
+    move_to_head<T>(a, blockIdx.x);
+    int D = a.q.D;
     int q0 = blockIdx.y * V1_TILE;
     int i = q0 + threadIdx.y;
     V1Row q, dO, dQ = {};
-    v1_load<T>(q, a.q, b, h, i, a.Tq, D);
-    v1_load<T>(dO, a.dO, b, h, i, a.Tq, D);
-    BackwardQuery query = a.queries[(int64_t)head * a.query_rows + i];
+    v1_load<T>(q, a.q, i);
+    v1_load<T>(dO, a.dO, i);
+    BackwardQuery query = a.queries[i];
     float c = a.scale * LOG2_E;
 
     int keys = keys_seen(a.causal, q0 + V1_TILE - 1, a.Tk);
     for (int k0 = 0; k0 < keys; k0 += V1_TILE) {
         __syncthreads();  // all warps have read the tiles of the turn before
-        v1_load<T>(K, a.k, b, h, k0, a.Tk, D);
-        v1_load<T>(V, a.v, b, h, k0, a.Tk, D);
+        v1_load<T>(K, a.k, k0);
+        v1_load<T>(V, a.v, k0);
         __syncthreads();  // the tiles are there
 
         bool seen = k0 + threadIdx.x < keys_seen(a.causal, i, a.Tk);
@@ -380,32 +376,33 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dq_kernel(Attention
         float dS = seen ? p * (dP - query.D_i) : 0;     // step 11
         v1_add_rows(dQ, dS, K, D);                      // step 12, but for the scale
     }
-    v1_store<T>(dQ, a.scale, a.dq, b, h, i, a.Tq, D);
+    v1_store<T>(dQ, a.scale, a.dq, i);
 }
 
 // Writes dK and dV: a block owns keys, and the queries that see them pass. P and dS are computed a
 // second time, so that no two blocks add to one sum: no atomics are needed, and every run gives the
 // same bits.
 template <class T>
-__global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dkv_kernel(AttentionArgs a, int D) {
+__global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dkv_kernel(AttentionArgs a) {
     __shared__ V1Tile Q, dO;
-    int head = blockIdx.x, b = head / a.H, h = head % a.H;
+    move_to_head<T>(a, blockIdx.x);
+    int D = a.q.D;
     int k0 = blockIdx.y * V1_TILE;
     int j = k0 + threadIdx.y;
     V1Row k, v, dK = {}, dV = {};
-    v1_load<T>(k, a.k, b, h, j, a.Tk, D);
-    v1_load<T>(v, a.v, b, h, j, a.Tk, D);
+    v1_load<T>(k, a.k, j);
+    v1_load<T>(v, a.v, j);
     float c = a.scale * LOG2_E;
 
     for (int q0 = a.causal ? k0 : 0; q0 < a.Tq; q0 += V1_TILE) {
         __syncthreads();  // all warps have read the tiles of the turn before
-        v1_load<T>(Q, a.q, b, h, q0, a.Tq, D);
-        v1_load<T>(dO, a.dO, b, h, q0, a.Tq, D);
+        v1_load<T>(Q, a.q, q0);
+        v1_load<T>(dO, a.dO, q0);
         __syncthreads();  // the tiles are there
 
         int i = q0 + threadIdx.x;
         bool seen = i < a.Tq && j < keys_seen(a.causal, i, a.Tk);
-        BackwardQuery query = a.queries[(int64_t)head * a.query_rows + i];
+        BackwardQuery query = a.queries[i];
         float dot = v1_dot(k, Q, D);
         float p = seen ? exp2f(c * dot - query.L) : 0;  // step 8
         v1_add_rows(dV, p, dO, D);                      // step 9
@@ -413,8 +410,8 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dkv_kernel(Attentio
         float dS = seen ? p * (dP - query.D_i) : 0;     // step 11
         v1_add_rows(dK, dS, Q, D);                      // step 13, but for the scale
     }
-    v1_store<T>(dK, a.scale, a.dk, b, h, j, a.Tk, D);
-    v1_store<T>(dV, 1, a.dv, b, h, j, a.Tk, D);
+    v1_store<T>(dK, a.scale, a.dk, j);
+    v1_store<T>(dV, 1, a.dv, j);
 }
 
 static dim3 v1_grid(const AttentionArgs& a, int rows) {
@@ -424,19 +421,18 @@ static void flash_v1_forward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
     with_gpu_type(t.q.dtype, [&](auto zero) {
         using T = decltype(zero);
-        LAUNCH(flash_v1_forward_kernel<T>, v1_grid(a, a.Tq), dim3(WARP, V1_TILE), a, head_size(t));
+        LAUNCH(flash_v1_forward_kernel<T>, v1_grid(a, a.Tq), dim3(WARP, V1_TILE), a);
     });
 }
 // Writes dQ, then dK and dV.
 static void flash_v1_backward(const AttentionTensors& t) {
     Tensor memory;
     AttentionArgs a = step_7(t, &memory);
-    int D = head_size(t);
     dim3 threads(WARP, V1_TILE);
     with_gpu_type(t.q.dtype, [&](auto zero) {
         using T = decltype(zero);
-        LAUNCH(flash_v1_dq_kernel<T>, v1_grid(a, a.Tq), threads, a, D);
-        LAUNCH(flash_v1_dkv_kernel<T>, v1_grid(a, a.Tk), threads, a, D);
+        LAUNCH(flash_v1_dq_kernel<T>, v1_grid(a, a.Tq), threads, a);
+        LAUNCH(flash_v1_dkv_kernel<T>, v1_grid(a, a.Tk), threads, a);
     });
 }
 #else
