@@ -59,17 +59,6 @@ struct BackwardTiles {
 template <int R, int COLUMNS>
 using Part = float[R][COLUMNS];
 
-// Moves the tensors' addresses, and those of L and the queries, to this head. Then row_at returns
-// its rows.
-DEVICE void move_to_head(AttentionArgs& a, int head) {
-    for (Heads* x : {&a.q, &a.k, &a.v, &a.o, &a.dO, &a.dq, &a.dk, &a.dv}) {
-        x->data = head_of<float>(*x, head / a.H, head % a.H);
-    }
-    a.L += (int64_t)head * a.Tq;
-    a.queries += (int64_t)head * a.query_rows;
-}
-DEVICE float* row_at(const Heads& x, int i) { return (float*)x.data + i * x.row; }
-
 // ---- products ----
 // Threads are a grid over a matrix, 8 across and 16 down. Thread (x, y) has the rows y, y + 16, ...
 // Where columns are keys (in backward queries) it has the columns x, x + 8, ...; where they are d,
@@ -97,11 +86,11 @@ DEVICE int column_of(int c) {
     return (c / W * ACROSS + thread_x()) * W + c % W;
 }
 
-// Starts to copy rows [first, first + N) of x to shared memory; those from `rows` on become 0. A
+// Starts to copy rows [first, first + N) of x to shared memory; those behind the last become 0. A
 // thread copies 16 bytes of each of its rows, in the same columns. At D = 80 20 of 32 threads have
 // columns.
 template <int N, int D>
-DEVICE void fp32_load(Tile<N, D>& to, const Heads& x, int first, int rows) {
+DEVICE void fp32_load(Tile<N, D>& to, const Heads& x, int first) {
     constexpr int THREADS = D == 80 ? 32 : D / 4;  // of a row
     constexpr int STEP = FP32_THREADS / THREADS;
     static_assert(N % STEP == 0);
@@ -109,8 +98,8 @@ DEVICE void fp32_load(Tile<N, D>& to, const Heads& x, int first, int rows) {
     int d = threadIdx.x % THREADS * 4;
     if (d >= D) { return; }
 
-    const float* from = row_at(x, first + i) + d;
-    int left = rows - first - i;
+    const float* from = row_at<float>(x, first + i) + d;
+    int left = x.rows - first - i;
 #pragma unroll
     for (int down = 0; down < N; down += STEP) {
         copy_16(&to.row[i + down][d], from, down < left);
@@ -182,14 +171,13 @@ DEVICE void atomic_add(float* to, const Pack<float, W>& x) {
 #endif
 }
 // Stores R rows, times a factor, or adds them to what is there: every STEP-th row from `first` on,
-// but for those from `rows` on.
+// as far as there are some.
 template <bool ADD, int STEP, int R, int COUNT>
-DEVICE void fp32_store(const float (&x)[R][COUNT], float factor, const Heads& to, int first,
-                       int rows) {
+DEVICE void fp32_store(const float (&x)[R][COUNT], float factor, const Heads& to, int first) {
     constexpr int W = vector_of(COUNT);
     for (int i = first, r = 0; r < R; i += STEP, r++) {
-        if (i >= rows) { return; }
-        float* row = row_at(to, i);
+        if (i >= to.rows) { return; }
+        float* row = row_at<float>(to, i);
         for (int c = 0; c < COUNT; c += W) {
             Pack<float, W> out;
             for (int e = 0; e < W; e++) { out.x[e] = x[r][c + e] * factor; }
@@ -256,10 +244,10 @@ __global__ void __launch_bounds__(FP32_THREADS, FORWARD_BLOCKS)
     constexpr int Bk = fp32_keys(D);
     extern __shared__ float4 shared[];
     auto& [Q, K, V, P_smem] = *(ForwardTiles<D, R>*)shared;
-    move_to_head(a, head_of_block());
+    move_to_head<float>(a, head_of_block());
     int q0 = (gridDim.y - 1 - blockIdx.y) * OWN;  // those that see most keys start first
-    fp32_load(Q, a.q, q0, a.Tq);
-    fp32_load(K, a.k, 0, a.Tk);
+    fp32_load(Q, a.q, q0);
+    fp32_load(K, a.k, 0);
 
     float c = a.scale * LOG2_E;
     Part<R, D / ACROSS> O = {};
@@ -273,13 +261,13 @@ __global__ void __launch_bounds__(FP32_THREADS, FORWARD_BLOCKS)
     for (int k0 = 0; k0 < keys; k0 += Bk) {
         await_copies();
         __syncthreads();  // K is there, and all warps have read V
-        fp32_load(V, a.v, k0, a.Tk);
+        fp32_load(V, a.v, k0);
         Part<R, Bk / ACROSS> S = {};
         fp32_dot(S, Q, K);  // step 1, but for the scale
 
         await_copies();
         __syncthreads();  // V is there, and all warps have read K
-        if (k0 + Bk < keys) { fp32_load(K, a.k, k0 + Bk, a.Tk); }
+        if (k0 + Bk < keys) { fp32_load(K, a.k, k0 + Bk); }
         fp32_mask<false>(S, a, q0, k0);
         fp32_softmax(S, O, m, l, c);     // steps 2 to 4: S becomes P
         fp32_add_rows(O, S, P_smem, V);  // step 5
@@ -293,7 +281,7 @@ __global__ void __launch_bounds__(FP32_THREADS, FORWARD_BLOCKS)
         int i = q0 + thread_row(r);
         if (thread_x() == 0 && i < a.Tq) { a.L[i] = m[r] * a.scale + logf(l[r]); }
     }
-    fp32_store<false, DOWN>(O, 1, a.o, q0 + thread_y(), a.Tq);
+    fp32_store<false, DOWN>(O, 1, a.o, q0 + thread_y());
 }
 
 // ---- backward ----
@@ -310,7 +298,7 @@ DEVICE void fp32_add_dq(const AttentionArgs& a, int q0,
         auto ds = load_pack<Q>(&dS.row[key][first]);
         add_row(dQ, ds.x, K.row[key]);
     }
-    fp32_store<true, 1>(dQ, a.scale, a.dq, q0 + first, a.Tq);
+    fp32_store<true, 1>(dQ, a.scale, a.dq, q0 + first);
 }
 
 // Writes dK and dV, and adds to dQ: a block owns keys, and the queries that see them pass. S and dP
@@ -323,13 +311,13 @@ __global__ void __launch_bounds__(FP32_THREADS, BACKWARD_BLOCKS)
     constexpr int N = Bq / ACROSS;
     extern __shared__ float4 shared[];
     auto& [K, V, Q, dO, P_smem] = *(BackwardTiles<D, R>*)shared;
-    move_to_head(a, head_of_block());
+    move_to_head<float>(a, head_of_block());
     int k0 = blockIdx.y * OWN;
-    fp32_load(K, a.k, k0, a.Tk);
-    fp32_load(V, a.v, k0, a.Tk);
+    fp32_load(K, a.k, k0);
+    fp32_load(V, a.v, k0);
     int first = a.causal ? k0 / Bq * Bq : 0;
-    fp32_load(Q, a.q, first, a.Tq);
-    fp32_load(dO, a.dO, first, a.Tq);
+    fp32_load(Q, a.q, first);
+    fp32_load(dO, a.dO, first);
 
     float c = a.scale * LOG2_E;
     Part<R, D / ACROSS> dK = {};
@@ -359,14 +347,14 @@ __global__ void __launch_bounds__(FP32_THREADS, BACKWARD_BLOCKS)
 
         __syncthreads();  // all of dS is there, and all warps have read Q and dO
         if (q0 + Bq < a.Tq) {
-            fp32_load(Q, a.q, q0 + Bq, a.Tq);
-            fp32_load(dO, a.dO, q0 + Bq, a.Tq);
+            fp32_load(Q, a.q, q0 + Bq);
+            fp32_load(dO, a.dO, q0 + Bq);
         }
         fp32_add_dq(a, q0, P_smem, K);  // step 12
     }
     await_copies();  // where no query sees these keys, the first copies are still on their way
-    fp32_store<false, DOWN>(dK, a.scale, a.dk, k0 + thread_y(), a.Tk);
-    fp32_store<false, DOWN>(dV, 1, a.dv, k0 + thread_y(), a.Tk);
+    fp32_store<false, DOWN>(dK, a.scale, a.dk, k0 + thread_y());
+    fp32_store<false, DOWN>(dV, 1, a.dv, k0 + thread_y());
 }
 
 // ---- launchers ----
