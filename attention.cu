@@ -138,7 +138,7 @@ static void answer_pytorch_attention(const AttentionRuns& runs, const TooLong& t
 // Times naive on the grid, and prints the table, in the write-ups' units and column names, and the
 // answers. Returns 0.
 int cmd_pytorch_attention(const Options& o) {
-    context.device = choose_device(o.device);
+    choose_device(o.device);
     const AttentionRuns runs = run_grid(o, nullptr);
     Table table{
         grid_caption(o, "pytorch_attention: one kernel per operation; times in s, memory in MiB"),
@@ -186,7 +186,7 @@ static void softmax_cpu(T* S, Wide<T>* L, int64_t N, int Tq, int Tk, bool causal
         const int keys = keys_seen(causal, (int)(n % Tq), Tk);
         Number m = -INFINITY;
         double sum = 0;
-        for (int j = 0; j < keys; j++) { m = std::max<Number>(m, s[j]); }
+        for (int j = 0; j < keys; j++) { m = max<Number>(m, s[j]); }
         for (int j = 0; j < keys; j++) { sum += exp(s[j] - m); }
         for (int j = 0; j < Tk; j++) { s[j] = j < keys ? Number(exp(s[j] - m) / sum) : Number(0); }
         if (L) { L[n] = Number(m + log(sum)); }
@@ -463,7 +463,7 @@ static void weighted_sum_backward(const WeightedSum& t) {
 #ifdef __CUDACC__
     if (t.x.device() == CUDA) {
         const int strips = ceil_div(D, WARP);
-        const int chunk = std::max(64, ceil_div(N * strips, multiprocessors() * 16));
+        const int chunk = max(64, ceil_div(N * strips, multiprocessors() * 16));
         const int chunks = ceil_div(N, chunk);
         Tensor partial = empty({chunks, D}, F32, WORKSPACE);
         LAUNCH(weighted_sum_backward_kernel, dim3(strips, chunks), dim3(WARP, SUM_ROWS),
@@ -497,7 +497,7 @@ static double weighted_sum_error(const WeightedSum& t) {
         if (!c.ok()) {
             fail("weighted_sum of %s: %s", to_string(t.x.shape).c_str(), to_string(c).c_str());
         }
-        error = std::max(error, c.max_abs);
+        error = max(error, c.max_abs);
     };
     check(t.y, reshape(detached(y), t.y.shape), t.D);
     check(t.dx, x.gradient->value, 1);
@@ -511,9 +511,9 @@ struct MemoryRates {
 // Adds the row of x [N,D] to the table, and returns its rates.
 static MemoryRates weighted_sum_row(Table& table, int64_t N, int64_t D) {
     const WeightedSum t = {N, D};
-    fill_normal(t.x, 0, 1, 0, 1);
-    fill_normal(t.w, 0, 2, 0, 1);
-    fill_normal(t.dy, 0, 3, 0, 1);
+    fill_normal(t.x, 0, 1);
+    fill_normal(t.w, 0, 2);
+    fill_normal(t.dy, 0, 3);
 
     auto ms_of = [](const Job& f) { return stats_of(time_ms(2, 10, f)).median; };
     const double copied = ms_of([&] { copy(t.dx, t.x); });
@@ -543,7 +543,7 @@ static void answer_weighted_sum(const MemoryRates& r) {
 
 // Times and checks all sizes, and prints the table and the answer. Returns 0.
 int cmd_weighted_sum(const Options& o) {
-    context.device = choose_device(o.device);
+    choose_device(o.device);
     Table table{
         "weighted_sum: forward and backward, fp32, median of 10 runs after 2, errors against fp64",
         {"N", "D", "forward ms", "GB/s", "backward ms", "GB/s", "copy GB/s", "max error"}};
@@ -565,7 +565,7 @@ int cmd_weighted_sum(const Options& o) {
 AttentionTensors random_inputs(const AttentionCase& c, DType dtype, uint64_t seed) {
     auto random = [&](int T, uint64_t key) {
         const Tensor t = empty({c.B, c.H, T, c.D}, dtype, INPUTS);
-        fill_normal(t, seed, key, 0, 1);
+        fill_normal(t, seed, key);
         return t;
     };
     return {random(c.Tq, 0), random(c.Tk, 1), random(c.Tk, 2), c.causal, random(c.Tq, 3)};

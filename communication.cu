@@ -13,10 +13,7 @@ constexpr double GB = 1e9;  // bytes
 // What ranks tell each other. All ranks have to call these functions.
 
 bool everywhere(const Communicator& c, bool mine) {
-    for (char of_rank : gather<char>(c, {mine})) {
-        if (!of_rank) { return false; }
-    }
-    return true;
+    return gather<char>(c, {mine}) == vector<char>(c.world, true);
 }
 
 double mean_over_ranks(const Communicator& c, double mine) {
@@ -351,7 +348,7 @@ static vector<PassCost> fsdp_tp_costs(const LayerSizes& l, double N, double M) {
     const double fsdp = 6 * D * F * (N - 1) / (N * M) / W, tp = 4 * B * D * (M - 1) / (N * M) / W;
     return {{"FSDP axis", flops, fsdp, 1 + a},
             {"TP axis", flops, tp, 1 + b},
-            {"both, overlapped", flops, std::max(fsdp, tp), (1 + a) * (1 + b)},
+            {"both, overlapped", flops, max(fsdp, tp), (1 + a) * (1 + b)},
             {"both, in turn", flops, fsdp + tp, in_turn}};
 }
 

@@ -96,7 +96,7 @@ Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, 
 
 struct ModelConfig {
     string name;  // "small" ... "xl (2026)", "10B", "8B", or "custom"
-    int d_model, d_ff, num_layers, num_heads, vocab_size;
+    int d_model, d_ff, num_layers, num_heads, vocab_size = 10000;
     float rope_theta = 10000, eps = 1e-5f;
 };
 // The sizes of both handouts' tables 1, with vocabulary 10,000, and the 2026 leaderboard's 8B.
@@ -255,6 +255,7 @@ string caption_of(Mode mode);
 // Returns the name of a run, with context's precision, mode and checkpoint. A rank has B sequences.
 string row_of(const ModelConfig& c, int B, int T, Phase phase);
 inline double mib_of(double bytes) { return bytes / 1048576; }
+inline string mib_cell(double bytes) { return strprintf("%.1f", mib_of(bytes)); }
 
 // -------------------------------------------------------------------------------------------------
 // attention.cu and flash.cu. Shapes are those of attention.h.

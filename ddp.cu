@@ -210,11 +210,11 @@ Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strat
         const double backward_end = backward + times.backward;
         double reached = 0;  // the time that two collectives share counts once
         for (const WorkPtr& work : parallel.works) {
-            const double from = std::max(reached, ms_of(work->begin, start));
-            reached = std::max(from, ms_of(work->end, start));
+            const double from = max(reached, ms_of(work->begin, start));
+            reached = max(from, ms_of(work->end, start));
             times.communication += reached - from;
-            const double hidden = std::min(reached, backward_end) - std::max(from, backward);
-            times.hidden += std::max(0.0, hidden);
+            const double hidden = min(reached, backward_end) - max(from, backward);
+            times.hidden += max(0.0, hidden);
         }
     };
     return trainer;
@@ -305,18 +305,15 @@ void print_checks(const Communicator& c, const Options& options, int steps, cons
         if (check.max > worst->max) { worst = &check; }
     }
 
-    if (c.rank == 0) {
-        print(table);
-        answer("",
-               "The weights of %s%s and of one process with the whole batch %s: the largest "
-               "difference is %.2e (%s, %s).%s%s",
-               options.command == "fsdp" ? "FSDP on " : "", counted(c.world, "rank").c_str(),
-               wrong ? strprintf("DIFFER in %d of %zu rows", wrong, checks.size()).c_str()
-                     : "match",
-               worst->max, worst->way.c_str(), worst->what.c_str(),
-               wrong || worst->max == 0 ? "" : " Sums are taken in another order.",
-               wrong ? "" : " All ranks hold the same bits.");
-    }
+    print(table);
+    answer("",
+           "The weights of %s%s and of one process with the whole batch %s: the largest "
+           "difference is %.2e (%s, %s).%s%s",
+           options.command == "fsdp" ? "FSDP on " : "", counted(c.world, "rank").c_str(),
+           wrong ? strprintf("DIFFER in %d of %zu rows", wrong, checks.size()).c_str() : "match",
+           worst->max, worst->way.c_str(), worst->what.c_str(),
+           wrong || worst->max == 0 ? "" : " Sums are taken in another order.",
+           wrong ? "" : " All ranks hold the same bits.");
     if (!everywhere(c, wrong == 0)) { fail("the weights differ"); }
 }
 
@@ -390,7 +387,7 @@ static int check_ways(const Options& options, const vector<CheckedWay>& ways) {
             train_and_compare(c, config, way, options.seed, checks, losses);
         }
 
-        if (c.rank == 0) { print(losses); }
+        print(losses);
         print_checks(c, options, CHECKED_STEPS,
                      "a Transformer of one block, d_model 16; AdamW, Learning rate: 0.01, a second "
                      "parameter group after 5 steps",
@@ -797,7 +794,7 @@ static void answer_ddp_bucketed_benchmarking(const vector<DdpRun>& runs) {
     const double s = flat.mb, n = naive.calls;
     const double o = (naive_ms - flat_ms) / (n - 1), w = s / (flat_ms - o);
     if (o > 0 && o < flat_ms) {
-        const double best = std::min(s, sqrt(s * o * w));  // at least one bucket
+        const double best = min(s, sqrt(s * o * w));  // at least one bucket
         answer("b",
                "From naive's time (%.0f calls) and flat's (one call), for s = %.1f MB, follow o = "
                "%.4g us per call and w = %.4g GB/s. The best bucket then has %.4g MB and an "
@@ -849,7 +846,7 @@ static int benchmark(const Options& asked, vector<DdpRun> runs,
         write_trace(options.trace, traces, caption, c);
 
         const WayRun single = single_process(c, options, config);
-        if (c.rank == 0) { print_steps(caption, runs, single, options, c.world); }
+        print_steps(caption, runs, single, options, c.world);
         if (can_compare(c, runs)) { print_answer(runs); }
     });
 }
@@ -982,10 +979,8 @@ int cmd_optimizer_state_sharding_accounting(const Options& asked) {
             }
         }
 
-        if (c.rank == 0) {
-            print(time);
-            if (!memory.rows.empty()) { print(memory); }
-        }
+        print(time);
+        if (!memory.rows.empty()) { print(memory); }
         if (can_compare(c, runs)) {
             answer_optimizer_state_sharding_accounting(runs, c.world, c.backend);
         }

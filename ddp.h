@@ -129,8 +129,8 @@ void trace_step(Trainer& t, const char* name, const Options& o, vector<Trace>& t
 [[noreturn]] inline void fail_without_step(const WayRun& r) {
     fail("no step ran: each rank needs %.1f GiB", to_gib(r.predicted));
 }
-// Returns true on rank 0 of several ranks if all ways (`all` false: at least one) ran. Else rank 0
-// prints that there is nothing to compare. Fails if no way ran.
+// Returns true for several ranks if all ways (`all` false: at least one) ran. Else prints that
+// there is nothing to compare. Fails if no way ran.
 template <class Run>
 bool can_compare(const Communicator& c, const vector<Run>& runs, bool all = true) {
     size_t fit = 0;
@@ -138,7 +138,6 @@ bool can_compare(const Communicator& c, const vector<Run>& runs, bool all = true
         if (!run.oom) { fit++; }
     }
     if (fit == 0) { fail_without_step(runs.back()); }
-    if (c.rank > 0) { return false; }
     const bool can = c.world > 1 && (!all || fit == runs.size());
     if (!can) { answer("", "Nothing to compare: that takes several ranks, and ways that fit."); }
     return can;
@@ -147,4 +146,3 @@ bool can_compare(const Communicator& c, const vector<Run>& runs, bool all = true
 // the bytes that did not fit.
 Table step_table(const string& caption, const char* what);
 void add_step(Table& table, const WayRun& r);
-inline string mib_cell(double bytes) { return strprintf("%.1f", mib_of(bytes)); }

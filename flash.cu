@@ -92,7 +92,7 @@ static void scores_cpu(float* S, const TileOfS& t) {
                  t.keys(a.k), a.k.row, true,      // [N,D], transposed
                  t.M, t.N, a.q.D, a.scale, 0);
     for (int i = 0; i < t.M; i++) {
-        const int seen = std::max(keys_seen(a.causal, t.q0 + i, a.Tk) - t.k0, 0);  // of this tile
+        const int seen = max(keys_seen(a.causal, t.q0 + i, a.Tk) - t.k0, 0);  // of this tile
         for (int j = seen; j < t.N; j++) { S[i * CPU_BK + j] = -INFINITY; }
     }
 }
@@ -101,18 +101,18 @@ static void scores_cpu(float* S, const TileOfS& t) {
 static void flash_forward_tile_cpu(AttentionArgs a, int head, int q0) {
     move_to_head<float>(a, head);
     const int D = a.q.D;
-    const int M = std::min(CPU_BQ, a.Tq - q0);
+    const int M = min(CPU_BQ, a.Tq - q0);
     const int keys = keys_seen(a.causal, q0 + M - 1, a.Tk);
     vector<float> S(CPU_BQ * CPU_BK), O(M * D), m(M, -FLT_MAX), l(M);
     for (int k0 = 0; k0 < keys; k0 += CPU_BK) {
-        const int N = std::min(CPU_BK, keys - k0);
+        const int N = min(CPU_BK, keys - k0);
         const TileOfS tile = {a, q0, M, k0, N};
         scores_cpu(S.data(), tile);  // step 1
         for (int i = 0; i < M; i++) {
             float* s = &S[i * CPU_BK];
             float larger = m[i];
             for (int j = 0; j < N; j++) {  // step 2
-                larger = std::max(larger, s[j]);
+                larger = max<float>(larger, s[j]);
             }
             float sum = 0;
             for (int j = 0; j < N; j++) {  // step 3
@@ -199,12 +199,12 @@ static void flash_backward_cpu(const AttentionTensors& t) {
         move_to_head<float>(a, head);
         vector<float> P(CPU_BQ * CPU_BK), dS(CPU_BQ * CPU_BK);
         for (int k0 = 0; k0 < a.Tk; k0 += CPU_BK) {
-            const int N = std::min(CPU_BK, a.Tk - k0);
+            const int N = min(CPU_BK, a.Tk - k0);
             // At least the last tile of queries, though it may see none of these keys: their
             // gradients are then 0.
-            const int first = a.causal ? std::min(k0, a.Tq - 1) / CPU_BQ * CPU_BQ : 0;
+            const int first = a.causal ? min(k0, a.Tq - 1) / CPU_BQ * CPU_BQ : 0;
             for (int q0 = first; q0 < a.Tq; q0 += CPU_BQ) {
-                const int M = std::min(CPU_BQ, a.Tq - q0);
+                const int M = min(CPU_BQ, a.Tq - q0);
                 flash_backward_tile_cpu(P.data(), dS.data(), {a, q0, M, k0, N}, first);
             }
         }
@@ -499,7 +499,7 @@ HD constexpr size_t v2_bytes(int matrices, int D, int R) {
 template <class T>
 __device__ constexpr bool v2_runs(size_t bytes) {
 #if __CUDA_ARCH__ < 800
-    return std::is_same<T, fp16>::value && bytes <= 64 << 10;
+    return std::is_same_v<T, fp16> && bytes <= 64 << 10;
 #else
     return true;
 #endif
@@ -825,7 +825,7 @@ static void v2_launch(void (*kernel)(AttentionArgs), int rows, size_t bytes,
 // Returns how much shared memory a block may have, which is less where the code is for a T4.
 static size_t v2_memory() {
     const size_t most = shared_memory_per_block();
-    return compiled_for(flash_step_7_kernel<fp16>) < 80 ? std::min<size_t>(most, 64 << 10) : most;
+    return compiled_for(flash_step_7_kernel<fp16>) < 80 ? min<size_t>(most, 64 << 10) : most;
 }
 // Calls f(zero, D, R): zero has the tensors' type, and the compiler knows their head size D and the
 // R that a warp owns. It is 4, 32 rows, where a block has the memory and every SM still gets more

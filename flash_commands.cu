@@ -72,8 +72,8 @@ static void add_query(Reference& r, const AttentionTensors& t, double u, double 
     double m = -INFINITY, sum = 0, largest = 0;
     for (int j = 0; j < n; j++) {
         s[j] = scale * std::inner_product(q, q + D, row(t.k, j), 0.0);
-        m = std::max(m, s[j]);
-        largest = std::max(largest, fabs(s[j]));
+        m = max(m, s[j]);
+        largest = max(largest, fabs(s[j]));
     }
     for (int j = 0; j < n; j++) { sum += exp(s[j] - m); }
     const double L = m + log(sum);
@@ -111,7 +111,7 @@ static Reference reference(const AttentionTensors& in, DType stored) {
     context.device = CPU;
     const AttentionTensors t = as_type(F64, in);
     const int64_t heads = t.q.dim(0) * t.q.dim(1), Tq = t.q.dim(2);
-    const double longest_sum = std::max({Tq, t.k.dim(2), t.q.dim(3)});
+    const double longest_sum = max({Tq, t.k.dim(2), t.q.dim(3)});
     const double u = roundoff(stored) + roundoff(stored == F64 ? F64 : F32) * sqrt(longest_sum);
     const double tiny = stored == F16 ? 0x1p-25 : 0;
 
@@ -165,8 +165,8 @@ static ResultError error_of(const Tensor& got, const Tensor& want, const Tensor&
     ResultError e;
     for (size_t i = 0; i < y.size(); i++) {
         const double error = fabs(x[i] - y[i]);
-        e.largest = std::max(e.largest, error);
-        e.of_bound = std::max(e.of_bound, isfinite(error) ? error / (b[i] + DBL_MIN) : INFINITY);
+        e.largest = max(e.largest, error);
+        e.of_bound = max(e.of_bound, isfinite(error) ? error / (b[i] + DBL_MIN) : INFINITY);
     }
     return e;
 }
@@ -174,7 +174,8 @@ static ResultError error_of(const Tensor& got, const Tensor& want, const Tensor&
 // Checks all implementations on the device, and tiled, which needs no GPU. Prints the table and the
 // verdict. Returns the exit code: 1 if a row is WRONG.
 static int check_attention(const Options& o, const char* name, bool with_backward) {
-    const Device device = choose_device(o.device);
+    choose_device(o.device);
+    const Device device = context.device;
     Table table{strprintf("%s: largest error against the reference in float64; WRONG: above what "
                           "rounding S, P, dP, dS and the results to the dtype may cost",
                           name),
@@ -204,11 +205,11 @@ static int check_attention(const Options& o, const char* name, bool with_backwar
                 for (size_t i = 0; i < got.size(); i++) {
                     const ResultError error = error_of(got[i], want.results[i], want.bounds[i]);
                     table.rows.back().push_back(strprintf("%.1e", error.largest));
-                    of_bound = std::max(of_bound, error.of_bound);
+                    of_bound = max(of_bound, error.of_bound);
                 }
                 table.rows.back().push_back(of_bound <= 1 ? "ok" : "WRONG");
                 wrong += of_bound > 1;
-                worst = std::max(worst, of_bound);
+                worst = max(worst, of_bound);
             }
         }
     }
@@ -296,7 +297,7 @@ static void answer_flash_benchmarking(const AttentionRuns& all) {
 
 // Times naive and the fastest flash at all sizes, and prints the table and the answers. Returns 0.
 int cmd_flash_benchmarking(const Options& o) {
-    context.device = choose_device(o.device);
+    choose_device(o.device);
     const int longest = o.quick ? 512 : 65536;
     vector<int> lengths;
     for (int S = 128; S <= longest; S *= 2) { lengths.push_back(S); }
@@ -360,7 +361,7 @@ int cmd_flash_leaderboard(const Options& o) {
         usage_error("--d_model %d: takes 16, 32, 64, 80 or 128 times --num_heads %d", o.d_model,
                     o.num_heads);
     }
-    context.device = choose_device(o.device);
+    choose_device(o.device);
     context.precision = precision_from(o.precision[0]);
     // The CPU's flash takes fp32 alone.
     if (context.device == CPU && !o.has("precision")) { context.precision = FP32; }
@@ -419,7 +420,7 @@ static Tensor from_file(const FileTensor& f, const string& path) {
 // Reads --inputs, runs --impl, writes --out. Returns 0; fails if tensors are missing, are too many
 // or do not fit each other.
 int cmd_attention(const Options& o) {
-    context.device = choose_device(o.device);
+    choose_device(o.device);
     SafeTensors file = load_safetensors(o.inputs);
     const bool no_heads = file.tensors.count("q") && file.tensors["q"].shape.size() == 3;
     const FileTensor fq = require_tensor(file, "q", Shape(no_heads ? 3 : 4, -1), {"F32", "BF16"});

@@ -119,8 +119,8 @@ static shared_ptr<Fsdp> fully_shard(const Communicator& c, const vector<Paramete
         int64_t most = 0, weight_bytes = 0;  // most: elements of a unit
         for (size_t i = buffer; i < fsdp->units.size(); i += 2) {
             const int64_t n = c.world * fsdp->units[i].part;
-            most = std::max(most, n);
-            weight_bytes = std::max<int64_t>(weight_bytes, n * size_of(dtype_of(i)));
+            most = max(most, n);
+            weight_bytes = max<int64_t>(weight_bytes, n * size_of(dtype_of(i)));
         }
         Tensor weights, gradients = empty({most}, kept, GRADIENTS);
         allocate_shared(c, [&] { weights = empty({weight_bytes}, U8, WEIGHT_COPIES); });
@@ -607,7 +607,7 @@ int cmd_fsdp_accounting(const Options& typed) {
 
         const string caption = caption_of(options, config, c);
         write_trace(options.trace, traces, caption, c);
-        if (c.rank == 0) { print_fsdp_accounting(caption, runs); }
+        print_fsdp_accounting(caption, runs);
         if (can_compare(c, runs, false)) {
             answer_fsdp_accounting(runs, c.world, parameters_of(config),
                                    (int)size_of(weight_dtype()));
@@ -740,16 +740,14 @@ static void leaderboard(Options options, const Communicator& c) {
     };
     run_way(run, c, options, trainer_of(options), see, options.batch_size);
 
-    if (c.rank == 0) {
-        print_leaderboard(
-            run,
-            caption_of(options, config, c) +
-                strprintf(
-                    "; causal; a sequence per backward; %.4g FLOP per step without what runs again",
-                    run.flops));
-    }
+    print_leaderboard(
+        run,
+        caption_of(options, config, c) +
+            strprintf(
+                "; causal; a sequence per backward; %.4g FLOP per step without what runs again",
+                run.flops));
     if (run.oom) { fail_without_step(run); }
-    if (c.rank == 0) { answer_leaderboard(run); }
+    answer_leaderboard(run);
 }
 
 // By default two GPUs take part if there are two, else one process. Returns the exit code.
@@ -762,7 +760,7 @@ int cmd_leaderboard(const Options& typed) {
     if (is_rank() || options.nproc > 1 || options.has("backend")) {
         return run_ranks(options, [&](const Communicator& c) { leaderboard(options, c); });
     }
-    context.device = choose_device(options.device);
+    choose_device(options.device);
     leaderboard(options, {0, 1, 1, "none", nullptr});
     return 0;
 }

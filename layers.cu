@@ -40,7 +40,7 @@ static void with_types(const Tensor& t, const Tensor& x, Fn f) {
     if (t.device() == META) { return; }
 
     with_type(t.dtype, [&](auto zero) {
-        if constexpr (std::is_same<decltype(zero), bf16>::value) {
+        if constexpr (std::is_same_v<decltype(zero), bf16>) {
             if (x.dtype == BF16) { return f(zero, zero); }
         }
         f(zero, +zero);
@@ -597,7 +597,7 @@ static void cross_entropy_cpu(Wide<T>* loss,       // [N]
     for (int64_t n = 0; n < N; n++) {
         const T* l = logits + n * V;
         Wide<T> largest = -INFINITY;
-        for (int64_t v = 0; v < V; v++) { largest = std::max<Wide<T>>(largest, l[v]); }
+        for (int64_t v = 0; v < V; v++) { largest = max<Wide<T>>(largest, l[v]); }
 
         double sum = 0;
         for (int64_t v = 0; v < V; v++) { sum += exp(l[v] - largest); }
@@ -728,10 +728,10 @@ Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, 
 
     {
         NoGrad no_grad;
-        Tensor logits = empty({std::min(chunk, N), V}, x.dtype);
+        Tensor logits = empty({min(chunk, N), V}, x.dtype);
         Tensor one = add_scalar(zeros({}, wide), 1);
         for (int64_t first = 0; first < N; first += chunk) {
-            int64_t n = std::min(chunk, N - first);
+            int64_t n = min(chunk, N - first);
             Tensor l = view(logits, 0, {n, V});
             Tensor part = view(x, first * C, {n, C});
             Tensor t = view(targets, first, {n});

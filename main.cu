@@ -527,8 +527,8 @@ static double matmul_tflops(Precision precision, int64_t n) {
     const DType dtype = matmul_dtype();
     Tensor a = empty({n, n}, dtype), b = empty({n, n}, dtype), c = empty({n, n}, dtype);
     // With zeros a GPU draws less power and clocks higher.
-    fill_normal(a, 0, 1, 0, 1);
-    fill_normal(b, 0, 2, 0, 1);
+    fill_normal(a, 0, 1);
+    fill_normal(b, 0, 2);
     const Stats ms = stats_of(time_ms(2, 10, [&] { gemm(c, a, false, b, false); }));
     return 2.0 * n * n * n / ms.median / 1e9;
 }
@@ -543,7 +543,7 @@ static double copy_gb_per_s(int64_t bytes) {
 // Prints this machine's ceilings. An operation takes at least its FLOPs over the rate of products,
 // and at least its bytes over the rate of copies.
 static int cmd_info(const Options& o) {
-    context.device = choose_device(o.device);
+    choose_device(o.device);
     const bool gpu = context.device == CUDA;
     const int n = gpu ? 8192 : 1024, mib = gpu ? 1024 : 256;
     vector<Precision> precisions = {FP32};

@@ -18,10 +18,10 @@
 // Sizes
 
 const vector<ModelConfig> model_sizes = {
-    {"small", 768, 3072, 12, 12, 10000},  {"medium", 1024, 4096, 24, 16, 10000},
-    {"large", 1280, 5120, 36, 20, 10000}, {"xl", 1600, 6400, 48, 25, 10000},
-    {"2.7B", 2560, 10240, 32, 32, 10000}, {"xl (2026)", 2560, 10240, 32, 32, 10000},
-    {"10B", 4608, 12288, 50, 36, 10000},  {"8B", 4096, 11008, 34, 32, 151936},
+    {"small", 768, 3072, 12, 12},  {"medium", 1024, 4096, 24, 16},
+    {"large", 1280, 5120, 36, 20}, {"xl", 1600, 6400, 48, 25},
+    {"2.7B", 2560, 10240, 32, 32}, {"xl (2026)", 2560, 10240, 32, 32},
+    {"10B", 4608, 12288, 50, 36},  {"8B", 4096, 11008, 34, 32, 151936},
 };
 
 // Ends with a usage error if the heads' size is odd or no whole number.
@@ -580,7 +580,7 @@ struct Sweep {  // what a command runs at one context length
 };
 // Chooses the device, and returns a sweep for each context length.
 static vector<Sweep> sweeps_of(Options o) {
-    context.device = choose_device(o.device);
+    choose_device(o.device);
     std::sort(o.warmup.begin(), o.warmup.end());
     Sweep s{o, configs_of(o), precisions_of(o), {}};
     s.modes = modes_of(o, s.configs);
@@ -770,7 +770,7 @@ static void answer_warmup(const StepRun& cold, const vector<int>& warmup, int st
     for (Pass pass : {FW, BW_ONLY}) {
         const PassRun& warm = cold.pass[pass];
         if (!warm.ran()) { continue; }
-        const double noise = std::max(warm.ms.std, SMALL_DEVIATION * warm.ms.mean);
+        const double noise = max(warm.ms.std, SMALL_DEVIATION * warm.ms.mean);
 
         vector<string> verdicts;
         for (size_t i = 0; i + 1 < warmup.size(); i++) {
@@ -997,7 +997,7 @@ static Tensor run_blocks(const Model& model, const Tensor& x_in, int first, int 
 // Runs blocks [0, end), `size` of them per checkpoint; returns what the last one gives.
 static Tensor run_in_groups(const Model& model, Tensor x, int end, int size) {
     for (int first = 0; first < end; first += size) {
-        const int past = std::min(first + size, end);
+        const int past = min(first + size, end);
         auto group = [&model, first, past](const Tensor& x) {
             return run_blocks(model, x, first, past);
         };
@@ -1059,7 +1059,7 @@ string name_of(const Checkpointing& k) {
 // of the name, and compares whole names: this refuses 0, 007, 3x and all else without a parser.
 Checkpointing checkpointing_from(const string& name) {
     const size_t digits = name.find_first_of("0123456789");
-    const int n = digits == string::npos ? 1 : std::max(1, atoi(&name[digits]));
+    const int n = digits == string::npos ? 1 : max(1, atoi(&name[digits]));
     for (const Checkpointing& k : {Checkpointing{},
                                    {Checkpointing::NESTED},
                                    {Checkpointing::BLOCKS, 0},
@@ -1118,7 +1118,7 @@ static void answer_strategy(const vector<CheckpointRun>& runs, const CheckpointR
            "Beside weights and gradients linear nesting holds %s: %.1f MiB, against %.1f with a "
            "checkpoint per block and %.1f without. It holds two inputs and one block's residuals, "
            "O(1) memory, and runs N (N - 1) / 2 = %d blocks again, O(N^2) compute.",
-           nested.beside < std::min(block.beside, without.beside) ? "least" : "not least",
+           nested.beside < min(block.beside, without.beside) ? "least" : "not least",
            mib_of(nested.beside), mib_of(block.beside), mib_of(without.beside), N * (N - 1) / 2);
 
     const double saved = 1 - (double)nested.step.predicted / block.step.predicted;
@@ -1180,14 +1180,13 @@ int cmd_gradient_checkpointing(const Options& asked) {
                     name_of(context.mode))),
                 {"blocks per checkpoint", "beside MiB", "predicted step MiB", "peak step MiB",
                  "step_mean_ms"}};
-    auto cell = [](size_t bytes) { return strprintf("%.1f", mib_of(bytes)); };
     bool ran = false;
     for (const auto& [checkpoint, beside, step] : runs) {
-        table.row(name_of(checkpoint), cell(beside), cell(step.predicted),
-                  step.ran() ? cell(step.peak) : "", mean_cell(step));
+        table.row(name_of(checkpoint), mib_cell(beside), mib_cell(step.predicted),
+                  step.ran() ? mib_cell(step.peak) : "", mean_cell(step));
         ran |= step.ran();
     }
-    table.row("nested", cell(nested.beside), cell(nested.step.predicted), "", "");
+    table.row("nested", mib_cell(nested.beside), mib_cell(nested.step.predicted), "", "");
     print(table);
 
     answer_strategy(runs, nested, c.num_layers);

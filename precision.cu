@@ -127,7 +127,7 @@ static vector<DType> toy_model_dtypes(Precision precision) {
            ln_bias = leaf({hidden}, "ln.bias", 0, 0.1f);
 
     Tensor x = empty({N, in}, F32, INPUTS);
-    fill_normal(x, 0, key_of("x"), 0, 1);
+    fill_normal(x, 0, key_of("x"));
     Tensor targets = from_ints({0, 1, 2, 0, 1, 2, 0, 1}, {N});
 
     Tensor after_fc1 = linear(x, fc1);  // casts both: see autocast_operand

@@ -162,7 +162,7 @@ static Stats forward_in_trace(const Trace& trace) {
         while (trace.ranges[outermost].parent >= 0) { outermost = trace.ranges[outermost].parent; }
 
         TracedWork& whole = forwards.emplace(outermost, w).first->second;
-        whole.end = std::max(whole.end, w.end);
+        whole.end = max(whole.end, w.end);
     }
 
     vector<double> ms;
@@ -293,7 +293,7 @@ static string with_unit(double ns) {  // as nsys prints times: a unit in each ce
 // those of one pass; the other columns are over the launches of all passes.
 static void print_summary(const Kernels& all, int passes, const string& caption) {
     const Kernels kernels = by_name(all);
-    const size_t rows = std::min<size_t>(10, kernels.size());
+    const size_t rows = min<size_t>(10, kernels.size());
     Table t{strprintf("summary: the first %zu of %zu names; %s", rows, kernels.size(),
                       caption.c_str()),
             {"Time", "Total Time", "Instances", "Avg", "Med", "Min", "Max", "StdDev", "Name"}};
@@ -442,7 +442,7 @@ static int longest_that_fits(const ModelConfig& config, int B, size_t room) {
 // Profiles each size at each length, writes the trace if --trace asks for it, and prints the tables
 // of all runs, the summaries of the last run that is answered, and the answers.
 int cmd_nsys_profile(const Options& o) {
-    context.device = choose_device(o.device);
+    choose_device(o.device);
     context.each_launch = true;
     const auto configs = configs_of(o);
     context.precision = precisions_of(o)[0];
@@ -603,7 +603,7 @@ static void pickle(string& to, const Json& value) {
         constexpr size_t BATCH = 1000;
         to += EMPTY_LIST;
         for (size_t begin = 0; begin < value.size(); begin += BATCH) {
-            const size_t end = std::min(begin + BATCH, value.size());
+            const size_t end = min(begin + BATCH, value.size());
             to += MARK;
             for (size_t i = begin; i < end; i++) { pickle(to, value[i]); }
             to += APPENDS;
@@ -796,9 +796,7 @@ static MemoryRun profile_memory(const ModelConfig& config, Precision precision, 
 static void print_peaks(const MemoryRuns& runs, const string& caption) {
     Table t{"memory_profiling (b), (c): " + caption,
             {"context length", "precision", "forward peak MiB", "full step peak MiB"}};
-    auto peak = [](const PhaseMemory& m) {
-        return m.oom ? oom_cell(m.oom) : strprintf("%.1f", mib_of(m.use.peak));
-    };
+    auto peak = [](const PhaseMemory& m) { return m.oom ? oom_cell(m.oom) : mib_cell(m.use.peak); };
     for (const MemoryRun& r : runs) { t.row(r.T, r.precision, peak(r.forward), peak(r.step)); }
     print(t);
 }
@@ -930,7 +928,7 @@ static void answer_memory_profiling(const MemoryRuns& runs) {
 // Profiles the size in each precision at each length, and prints. Without a GPU nothing is
 // computed: what the sizes need is predicted.
 int cmd_memory_profiling(const Options& o) {
-    context.device = choose_device(o.device);
+    choose_device(o.device);
     context.each_launch = true;
     const bool predicted = context.device == CPU;
     std::unique_ptr<Planning> planning(predicted ? new Planning : nullptr);

@@ -35,7 +35,7 @@ static Batch windows(const Text& text, const vector<size_t>& starts, int T) {
 
 // Returns the mean loss of the text's windows, or of at most 100 that lie evenly among them.
 static double mean_loss(Model& model, const Text& text, int T) {
-    const size_t apart = std::max<size_t>(T, text.size() / 100 + 1);
+    const size_t apart = max<size_t>(T, text.size() / 100 + 1);
     double sum = 0;
     int n = 0;
     for (size_t start = 0; start + T < text.size(); start += apart) {
@@ -69,7 +69,7 @@ static string continue_text(Model& model, const Text& text, int T, int n, uint64
 // Returns false, and stops, where the loss or the norm of the gradients is not finite. In fp16 such
 // a norm only skips the step and halves the loss scale, until that is below the least.
 static bool take_steps(Trainer& t, const Text& text, const Options& o, Table& rows) {
-    const int T = o.context_length, rows_apart = std::max(1, o.steps / 20);
+    const int T = o.context_length, rows_apart = max(1, o.steps / 20);
     std::mt19937_64 random(o.seed);
     std::uniform_int_distribution<size_t> any_start(0, text.size() - T - 1);
     bool finite = true;
@@ -109,7 +109,7 @@ int cmd_train(const Options& o) {
     }
     const Text text(all.begin(), all.end() - tenth), held_out(all.end() - tenth, all.end());
 
-    context.device = choose_device(o.device);
+    choose_device(o.device);
     context.precision = precisions_of(o)[0];
     context.mode = modes_of(o, {c})[0];
 
@@ -230,7 +230,7 @@ static NamedTensors logits_and_loss(Trainer& t, const Batch& batch) {
 // logits, loss, each parameter's gradient as grad.NAME and, after o.steps steps, each parameter as
 // param.NAME.
 int cmd_model(const Options& o) {
-    context.device = choose_device(o.device);
+    choose_device(o.device);
     context.precision = precisions_of(o)[0];
     Trainer t;
     t.model = read_model(o);

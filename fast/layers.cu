@@ -35,7 +35,7 @@ static void with_types(const Tensor& t, const Tensor& x, int64_t n,
     with_gpu_type(t.dtype, [&](auto zero) {
         using T = decltype(zero);
         auto with_width = [&](auto width) {
-            if constexpr (std::is_same<T, bf16>::value) {
+            if constexpr (std::is_same_v<T, bf16>) {
                 if (x.dtype == BF16) { return f(zero, zero, width); }
             }
             f(zero, +zero, width);
@@ -195,7 +195,7 @@ static void rmsnorm_backward_packed(const Tensor& dx, bool add_dx, const Tensor&
     const int64_t C = w.size(), N = x.size() / C;
     // Each block has four rows or more, so that the shares of dw are few beside them; and there are
     // no more blocks than run at a time.
-    const int64_t parts = std::min(ceil_div(N, 4), 4 * multiprocessors());
+    const int64_t parts = min(ceil_div(N, 4), 4 * multiprocessors());
     Tensor partial = empty({parts, C}, F32, WORKSPACE);
 
     vector<const void*> addresses = {dx.data, dx_low.data, partial.data, dy.data, x.data, w.data};

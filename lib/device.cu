@@ -91,6 +91,7 @@ static const cudaDeviceProp& card() {
 }
 int multiprocessors() { return card().multiProcessorCount; }
 int compute_capability() { return 10 * card().major + card().minor; }
+size_t shared_memory_per_block() { return card().sharedMemPerBlockOptin; }
 
 // Throws what went wrong with this call; a build for other cards gets a hint.
 void cuda_check(cudaError_t error, const char* call, const char* file, int line) {
@@ -139,7 +140,7 @@ static string text_in(const char* folder, const char* name, const char* before) 
     const ssize_t n = read(file, text + 1, sizeof text - 2);
     close(file);
 
-    text[1 + std::max<ssize_t>(n, 0)] = 0;
+    text[1 + max<ssize_t>(n, 0)] = 0;
     const char* found = strstr(text, before);
     if (!found) { return ""; }
     found += strlen(before);
@@ -174,11 +175,10 @@ int cuda_devices(string* why) {
     return devices;
 }
 
-// Returns the device that the option asks for. `gpu` becomes the process's card, if it is usable.
-Device choose_device(const string& want, [[maybe_unused]] int gpu) {
-    if (want == "cpu") { return CPU; }
+// Sets the device that the option asks for. `gpu` becomes the process's card, if it is usable.
+void choose_device(const string& want, [[maybe_unused]] int gpu) {
     string why;
-    const bool usable = cuda_devices(&why) > 0;
+    const bool usable = want != "cpu" && cuda_devices(&why) > 0;
 #ifdef __CUDACC__
     if (usable) { CUDA_CHECK(cudaSetDevice(gpu)); }
 #endif
@@ -186,19 +186,15 @@ Device choose_device(const string& want, [[maybe_unused]] int gpu) {
     if (want == "auto") {
         note("device auto: took %s", usable ? "cuda" : ("cpu (" + why + ")").c_str());
     }
-    return usable ? CUDA : CPU;
+    context.device = usable ? CUDA : CPU;
 }
 
 #ifdef __CUDACC__
-// Returns the stream in which we launch. Collectives come before the compute stream's work, and
-// there is room for streams that come behind it.
+// Returns the stream in which we launch. Its priority is the lowest: collectives come before it.
 cudaStream_t stream() {
     static const cudaStream_t compute = [] {
         cudaStream_t created;
-        int least, greatest;
-        CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-        CUDA_CHECK(
-            cudaStreamCreateWithPriority(&created, cudaStreamNonBlocking, (least + greatest) / 2));
+        CUDA_CHECK(cudaStreamCreateWithFlags(&created, cudaStreamNonBlocking));
         return created;
     }();
     return compute;
@@ -262,7 +258,7 @@ static size_t group_memory(const string& path) {
             used = number_in(group, "memory.usage_in_bytes", "\n");
             cached = number_in(group, "memory.stat", "\ntotal_inactive_file ");
         }
-        if (limit < SIZE_MAX) { left = std::min(left, std::max(limit + cached, used) - used); }
+        if (limit < SIZE_MAX) { left = min(left, max(limit + cached, used) - used); }
         *strrchr(group, '/') = '\0';  // on to the folder above
     }
     return left;
@@ -276,13 +272,13 @@ size_t system_memory(const char* group) {
     static const string own_v1 =
         "/sys/fs/cgroup/memory" + text_in("/proc/self", "cgroup", ":memory:");
     size_t left = number_in("/proc", "meminfo", "\nMemAvailable:") * 1024;
-    if (group) { return std::min(left, group_memory(group)); }
-    left = std::min({left, group_memory(own), group_memory(own_v1)});
+    if (group) { return min(left, group_memory(group)); }
+    left = min({left, group_memory(own), group_memory(own_v1)});
 
     rlimit space;
     if (getrlimit(RLIMIT_AS, &space) == 0 && space.rlim_cur != RLIM_INFINITY) {
         const size_t used = number_in("/proc/self", "status", "\nVmSize:") * 1024;
-        left = std::min(left, std::max<size_t>(space.rlim_cur, used) - used);
+        left = min(left, max<size_t>(space.rlim_cur, used) - used);
     }
     return left;
 }
@@ -657,16 +653,16 @@ string deviation(const Stats& s, const char* format) {
 
 // Returns within what two means are level; null: they differ.
 const char* level(const Stats& a, const Stats& b) {
-    const double difference = fabs(a.mean - b.mean), larger = std::max(a.mean, b.mean);
+    const double difference = fabs(a.mean - b.mean), larger = max(a.mean, b.mean);
     if (difference <= 0.005 * larger) { return "within 0.5 %, a clock's drift"; }
 
-    const int n = std::min(a.n, b.n);
+    const int n = min(a.n, b.n);
     const double error = 2 * std::hypot(a.std / sqrt(a.n), b.std / sqrt(b.n));
     if (n >= 5) { return difference <= error ? "within twice the standard error" : nullptr; }
 
     const double noise = n == 1 ? 0.1 * larger : std::hypot(a.std, b.std);
-    return difference <= std::max(noise, error) ? "within the deviations: too few steps to compare"
-                                                : nullptr;
+    return difference <= max(noise, error) ? "within the deviations: too few steps to compare"
+                                           : nullptr;
 }
 
 // Returns the ms of f in the last n of warmup + n runs by the device's own events. The host waits

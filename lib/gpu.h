@@ -23,14 +23,8 @@ HD inline void store_pack(T* to, const Pack<T, W>& pack) {
 // lib/device.cu: of the current device, or of an H100 where META plans for a GPU and none is here.
 int multiprocessors();
 int compute_capability();  // 75 for 7.5
-
 // The most that a block can have: 99 KB on compute capability 8.6, 8.9 and 12.0, A100 163, H100 227
-inline size_t shared_memory_per_block() {
-    int device, bytes;
-    CUDA_CHECK(cudaGetDevice(&device));
-    CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    return bytes;
-}
+size_t shared_memory_per_block();
 // Returns the compute capability (80, 90, ...) of the code that this card runs for a kernel; 0
 // without a card or code for it.
 template <class... P>
@@ -117,7 +111,7 @@ __device__ inline float exp2_approx(float x) {  // 2 ulp; below 2^-126 it is 0; 
 // Returns two numbers rounded to bf16 or fp16, the first in the low half.
 template <class T = bf16>
 __device__ uint32_t pack(float low, float high) {
-    if constexpr (std::is_same<T, bf16>::value) {
+    if constexpr (std::is_same_v<T, bf16>) {
         __nv_bfloat162 two = __floats2bfloat162_rn(low, high);
         return *(uint32_t*)&two;
     } else {
@@ -169,7 +163,7 @@ template <class T>
 __device__ void mma(float (&upper)[2], float (&lower)[2], const uint32_t (&a)[4], uint32_t b_upper,
                     uint32_t b_lower) {
 #if __CUDA_ARCH__ >= 800
-    if constexpr (std::is_same<T, bf16>::value) {
+    if constexpr (std::is_same_v<T, bf16>) {
         MMA("m16n8k16.row.col.f32.bf16.bf16", "{%4,%5,%6,%7}", "{%8,%9}");
     } else {
         MMA("m16n8k16.row.col.f32.f16.f16", "{%4,%5,%6,%7}", "{%8,%9}");

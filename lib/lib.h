@@ -32,6 +32,8 @@
 using std::function;
 using std::make_shared;
 using std::map;
+using std::max;
+using std::min;
 using std::move;
 using std::pair;
 using std::set;
@@ -161,6 +163,7 @@ struct Context {  // the settings that PyTorch keeps globally, too
     int head_chunk = 0;        // rows of the logits that the loss makes at a time; 0: all
     bool each_launch = false;  // no CUDA graph may hide launches from a trace, or a part's marks
     bool csv = false;          // print csv, not Markdown
+    bool silent = false;       // print nothing: rank 0 does, for all
     const char* sizes = "";    // "; sizes of --quick", for origin()
 };
 extern Context context;
@@ -177,8 +180,9 @@ struct Planning : RestoreContext {  // within its scope memory is counted, and n
 
 // Returns the number of GPUs. If it is 0, *why says why.
 int cuda_devices(string* why = nullptr);
-// want: auto, cpu or cuda. Auto takes a GPU if there is one, and says on stderr what it took.
-Device choose_device(const string& want, int gpu = 0);
+// Sets context.device. want: auto, cpu or cuda. Auto takes a GPU if there is one, and says on
+// stderr what it took.
+void choose_device(const string& want, int gpu = 0);
 void synchronize();  // waits for all that context.device has been given
 // "NVIDIA H200, driver 580.159, CUDA 13.0, 141 GB" | "AMD EPYC, 2 threads, OpenBLAS Zen"
 string device_description();
@@ -463,7 +467,7 @@ vector<double> to_doubles(const Tensor& t);
 
 // Random numbers: element i of stream `key` is a function of (seed, key, i), so the CPU and the GPU
 // draw the same bits. fill_normal draws normal numbers, none further than 4.9 std from the mean.
-void fill_normal(const Tensor& t, uint64_t seed, uint64_t key, float mean, float std);
+void fill_normal(const Tensor& t, uint64_t seed, uint64_t key, float mean = 0, float std = 1);
 // Returns an integer of [0, n); all are equally likely.
 int random_int(int n, uint64_t seed, uint64_t key, uint64_t i);
 uint64_t key_of(const string& name);  // a stream for each parameter name
@@ -506,10 +510,8 @@ struct Gradient {
 };
 using GradientPtr = shared_ptr<Gradient>;
 
-struct NoGrad {  // within its scope nothing is recorded
-    bool before = context.recording;
+struct NoGrad : RestoreContext {  // within its scope nothing is recorded
     NoGrad() { context.recording = false; }
-    ~NoGrad() { context.recording = before; }
 };
 // Gives y a gradient and appends `backward` to the tape, if an input has a gradient. backward(dy)
 // adds to the inputs' gradients.

@@ -132,7 +132,7 @@ void blas_product(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* 
 #ifdef HAVE_OPENBLAS
     CBLAS_TRANSPOSE op_a = ta ? CblasTrans : CblasNoTrans;
     CBLAS_TRANSPOSE op_b = tb ? CblasTrans : CblasNoTrans;
-    if constexpr (std::is_same<T, float>::value) {
+    if constexpr (std::is_same_v<T, float>) {
         cblas_sgemm(CblasRowMajor, op_a, op_b, M, N, K, (float)alpha, A, lda, B, ldb, (float)beta,
                     C, ldc);
     } else {
@@ -186,14 +186,14 @@ static void multiply_cpu(const Product& p) {
     bool by_rows = C.rows >= C.cols;
     int64_t side = by_rows ? C.rows : C.cols;
     const int64_t least = 32;  // rows or columns in a slice
-    int64_t slices = std::min<int64_t>(omp_get_max_threads(), (side + least - 1) / least);
+    int64_t slices = min<int64_t>(omp_get_max_threads(), (side + least - 1) / least);
     if (C.batch > 1) { slices = 1; }
     int64_t slice = (side + slices - 1) / slices;
 
 #pragma omp parallel for collapse(2) schedule(dynamic) if (C.batch * slices > 1)
     for (int64_t i = 0; i < C.batch; i++) {
         for (int64_t start = 0; start < slices * slice; start += slice) {
-            int64_t n = std::min(slice, side - start);
+            int64_t n = min(slice, side - start);
             if (n <= 0) { continue; }  // the slices before took all
 
             int64_t row = by_rows ? start : 0, rows = by_rows ? n : C.rows;

@@ -116,7 +116,7 @@ static pid_t start_rank(int r, int n, const vector<string>& arguments) {
         setenv("RANK", to_string(r).c_str(), true);
         setenv("WORLD_SIZE", to_string(n).c_str(), true);
         setenv(RENDEZVOUS, folder_of_ranks.c_str(), true);
-        setenv("OMP_NUM_THREADS", to_string(std::max(1, omp_get_num_procs() / n)).c_str(), false);
+        setenv("OMP_NUM_THREADS", to_string(max(1, omp_get_num_procs() / n)).c_str(), false);
     });
 }
 
@@ -124,7 +124,7 @@ static pid_t start_rank(int r, int n, const vector<string>& arguments) {
 // itself, as after Ctrl-Z and fg or with a laptop's lid closed: they count as 100.
 static double tick_ms(double* last) {
     const double before = std::exchange(*last, now_ms());
-    return std::min(*last - before, 100.0);
+    return min(*last - before, 100.0);
 }
 
 struct LaunchedRank {
@@ -312,7 +312,7 @@ struct Links {
 // little longer: so the rank with the cause, or the lowest one that sees it, comes first, and its
 // launcher has ended the others before they speak.
 [[noreturn]] static void give_up(int rank, int exit_code, const string& why) {
-    usleep(500000 + 100000 * std::min(rank, 10));
+    usleep(500000 + 100000 * min(rank, 10));
     note("cs336: rank %d: %s", rank, why.c_str());
     remove_folder_of_ranks();
     fflush(stdout);
@@ -334,7 +334,7 @@ static void watch(Links& links) {
     // A thread starts on GPU 0, and would make a context there.
     if (context.device == CUDA) { CUDA_CHECK(cudaSetDevice(links.gpu)); }
 #endif
-    const std::chrono::duration<double> turn(std::min(0.5, 0.1 * patience_s));
+    const std::chrono::duration<double> turn(min(0.5, 0.1 * patience_s));
     WorkPtr oldest;
     double waited_s = 0;  // for the oldest, in turns: a clock also runs while the job is paused
     std::unique_lock lock(links.mutex);
@@ -505,7 +505,7 @@ static void choose_device_and_backend(Communicator& c, const string& device,
         note("took gloo, on the CPU, where steps have the sizes of --quick (%s)", why.c_str());
     }
     const string backends_own = nccl ? "cuda" : "cpu";
-    context.device = choose_device(device == "auto" ? backends_own : device, c.links->gpu);
+    choose_device(device == "auto" ? backends_own : device, c.links->gpu);
     const string not_so = why_not(c.backend, context.device, c.local_world, c.local_gpus);
     if (!not_so.empty()) { fail("backend %s: %s", c.backend.c_str(), not_so.c_str()); }
 }
@@ -560,6 +560,7 @@ int join_ranks(int world, const string& device, const string& backend, double ti
         const Identity me = identity();
         c.rank = me.rank;
         c.world = me.world;
+        context.silent = c.rank > 0;
         if (world && world != c.world) {
             usage_error("--nproc: got %d, but the launcher has started %d ranks", world, c.world);
         }

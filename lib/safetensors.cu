@@ -126,7 +126,7 @@ SafeTensors load_safetensors(const string& path) {
 
     uint64_t header_bytes;
     read_next(&header_bytes, 8);
-    uint64_t limit = std::min<uint64_t>(bytes - 8, MAX_HEADER);
+    uint64_t limit = min<uint64_t>(bytes - 8, MAX_HEADER);
     if (header_bytes > limit) {
         fail("%s: expected a safetensors file (a .pt is none), with a header of at most %zu bytes",
              path.c_str(), limit);
@@ -136,7 +136,7 @@ SafeTensors load_safetensors(const string& path) {
     json header = parse_header(path, text);
 
     size_t data_bytes = bytes - 8 - header_bytes;
-    SafeTensors file{path, {}, allocate(CPU, std::max<size_t>(data_bytes, 1), INPUTS)};
+    SafeTensors file{path, {}, allocate(CPU, max<size_t>(data_bytes, 1), INPUTS)};
     char* data = (char*)file.content->data;
     for (const auto& [name, entry] : header.items()) {
         if (name == "__metadata__") { continue; }

@@ -9,6 +9,7 @@ string* printed_to = nullptr;
 // Writes a table or an answer, parted by an empty line from what was written before. Fails if
 // stdout fails; a reader that has gone (`| head`) ends us with the exit code of SIGPIPE.
 static void write_block(const string& block) {
+    if (context.silent) { return; }
     if (printed_to) {
         *printed_to += block;
         return;
@@ -56,7 +57,7 @@ static string markdown(const Table& table) {
             cell = one_line(cell);
             right[j] = right[j] && (i == 0 || is_number(cell));
             cell = escaped(cell, '|', '\\');
-            widths[j] = std::max(widths[j], width(cell));
+            widths[j] = max(widths[j], width(cell));
         }
     }
 

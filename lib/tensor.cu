@@ -158,20 +158,19 @@ vector<float> to_floats(const Tensor& t) {
 }
 // Makes a tensor on the CPU from the values, rounded to the dtype, and moves it to context.device.
 template <class From>
-static Tensor from_values(const vector<From>& values, const Shape& shape, DType dtype,
-                          Category category) {
+static Tensor from_values(const vector<From>& values, const Shape& shape, DType dtype) {
     if ((int64_t)values.size() != count(shape)) {
         fail("%zu values for shape %s", values.size(), to_string(shape).c_str());
     }
-    Tensor t = empty_on(CPU, shape, dtype, category);
+    Tensor t = empty_on(CPU, shape, dtype, INPUTS);
     for (size_t i = 0; i < values.size(); i++) { store<From>(t.data, dtype, i, values[i]); }
     return to_device(t, context.device);
 }
 Tensor from_floats(const vector<float>& values, const Shape& shape, DType dtype) {
-    return from_values(values, shape, dtype, INPUTS);
+    return from_values(values, shape, dtype);
 }
 Tensor from_ints(const vector<int>& values, const Shape& shape) {
-    return from_values(values, shape, I32, INPUTS);
+    return from_values(values, shape, I32);
 }
 
 // Counts the elements of `got` with |got - want| > atol + rtol * |want|, and finds the one that is
@@ -227,7 +226,7 @@ template <class F>
 static void for_each(Device device, int64_t n, const F& f) {
     if (device == META || n == 0) { return; }
     if (device == CPU) { return for_each_on_cpu(n, f); }
-    LAUNCH(for_each_kernel, std::min(ceil_div(n, 256), 64 * multiprocessors()), 256, f, n);
+    LAUNCH(for_each_kernel, min(ceil_div(n, 256), 64 * multiprocessors()), 256, f, n);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -366,8 +365,7 @@ void add_gradient(const GradientPtr& g, const Tensor& dx) {
         copy_or_add(target, sum_to(dx, g->shape), accumulate);
         return;
     }
-    Tensor d = cast(sum_to(dx, g->shape), g->dtype);
-    d.gradient = nullptr;
+    Tensor d = detached(cast(sum_to(dx, g->shape), g->dtype));
     g->value = g->value ? detached(add(g->value, d)) : d;
 }
 
@@ -511,7 +509,6 @@ FUNCTOR(SquareBackward, (A x, A dy), (A)2 * x * dy)
 FUNCTOR(SqrtBackward, (A y, A dy), (A)0.5 * dy / y)
 FUNCTOR(RsqrtBackward, (A y, A dy), (A)-0.5 * y * y * y * dy)  // dy/dx = -x^(-3/2)/2
 FUNCTOR(SigmoidBackward, (A y, A dy), y*((A)1 - y) * dy)
-FUNCTOR(ReluBackward, (A y, A dy), y <= 0 ? (A)0 : dy)
 // d(a/b)/db = -(a/b)/b
 FUNCTOR(DivBackward, (A y, A b, A dy), -dy* y / b)
 // scatters dy to one column per row
@@ -659,8 +656,8 @@ struct Elementwise {
 static bool fits_packs(const Loop& loop, size_t inputs, int W) {
     int last = loop.dims - 1;
     auto fits = [&](const Operand& o) {
-        bool ok = o.stride[last] == 1 &&
-                  (uintptr_t)o.data % std::min<size_t>(16, W * size_of(o.dtype)) == 0;
+        bool ok =
+            o.stride[last] == 1 && (uintptr_t)o.data % min<size_t>(16, W * size_of(o.dtype)) == 0;
         for (int d = 0; d < last; d++) { ok = ok && o.stride[d] % W == 0; }
         return ok;
     };
@@ -809,7 +806,7 @@ Tensor rsqrt(const Tensor& a) {
 }
 Tensor sqrt(const Tensor& a) { return recorded(Sqrt(), SqrtBackward(), KEEPS_Y, a); }
 Tensor sigmoid(const Tensor& a) { return recorded(Sigmoid(), SigmoidBackward(), KEEPS_Y, a); }
-Tensor relu(const Tensor& a) { return recorded(Relu(), ReluBackward(), KEEPS_Y, a); }
+Tensor relu(const Tensor& a) { return recorded(Relu(), Where{0}, KEEPS_Y, a); }
 Tensor log(const Tensor& a) { return recorded(Log(), LogBackward(), KEEPS_X, fp32_operand(a)); }
 Tensor square(const Tensor& a) {
     return recorded(Square(), SquareBackward(), KEEPS_X, fp32_operand(a));
@@ -967,7 +964,7 @@ __global__ void argmax_rows_kernel(int* out, const char* x, DType type, const ch
     if (threadIdx.x == 0) { out[blockIdx.x] = first; }
 }
 // Threads of a block that shares a row of C columns: whole warps, at most 256.
-static int threads_of_row(int64_t C) { return std::min(256, WARP * ceil_div(C, WARP)); }
+static int threads_of_row(int64_t C) { return min(256, WARP * ceil_div(C, WARP)); }
 #endif
 
 // y[i] = factor * (f over k of x[i * step + k * k_step]).
@@ -1207,7 +1204,7 @@ size_t run_if_fits(const string& row, size_t needs, const function<void()>& f, s
     } catch (const OutOfMemory& e) {
         clear_tape();
         note("%s: %s", row.c_str(), e.what());
-        return std::max<size_t>(needs, 1);
+        return max<size_t>(needs, 1);
     }
     return 0;
 }

@@ -54,13 +54,18 @@ TEST_CASE("measure: texts, failures and names") {
 }
 
 TEST_CASE("measure: choosing a device") {
-    CHECK(choose_device("cpu") == CPU);
+    RestoreContext restore;
+    auto chosen = [](const char* want) {
+        choose_device(want);
+        return context.device;
+    };
+    CHECK(chosen("cpu") == CPU);
     if (cuda_devices() == 0) {
-        CHECK(choose_device("auto") == CPU);
+        CHECK(chosen("auto") == CPU);
         CHECK(has(failure_of([] { choose_device("cuda"); }), "1: device cuda: there is none ("));
     } else {
-        CHECK(choose_device("auto") == CUDA);
-        CHECK(choose_device("cuda") == CUDA);
+        CHECK(chosen("auto") == CUDA);
+        CHECK(chosen("cuda") == CUDA);
     }
 }
 
