@@ -118,31 +118,28 @@ Tensor to_device(const Tensor& t, Device device) {
     return result;
 }
 
+// Calls f with the elements at data, as a pointer to their C++ type.
+template <class F>
+HD auto with_elements(const char* data, DType t, const F& f) {
+    switch (t) {
+        case F32: return f((float*)data);
+        case BF16: return f((bf16*)data);
+        case F16: return f((fp16*)data);
+        case F64: return f((double*)data);
+        case I32: return f((int*)data);
+        default: return f((uint8_t*)data);
+    }
+}
 // Reads element i, whatever its dtype, as the type A that arithmetic runs in: float, or double for
 // F64 tensors (on the CPU only).
 template <class A>
 HD A load(const char* data, DType t, int64_t i) {
-    switch (t) {
-        case F32: return (A)((const float*)data)[i];
-        case BF16: return (A)((const bf16*)data)[i];
-        case F16: return (A)((const fp16*)data)[i];
-        case F64: return (A)((const double*)data)[i];
-        case I32: return (A)((const int*)data)[i];
-        case U8: return (A)((const uint8_t*)data)[i];
-    }
-    return 0;
+    return with_elements(data, t, [&](auto* elements) { return (A)elements[i]; });
 }
 // Writes x as element i, rounded to the dtype.
 template <class A>
 HD void store(char* data, DType t, int64_t i, A x) {
-    switch (t) {
-        case F32: ((float*)data)[i] = (float)x; break;
-        case BF16: ((bf16*)data)[i] = (float)x; break;
-        case F16: ((fp16*)data)[i] = (float)x; break;
-        case F64: ((double*)data)[i] = (double)x; break;
-        case I32: ((int*)data)[i] = (int)x; break;
-        case U8: ((uint8_t*)data)[i] = (uint8_t)x; break;
-    }
+    with_elements(data, t, [&](auto* elements) { elements[i] = x; });
 }
 
 vector<double> to_doubles(const Tensor& t) {
@@ -594,33 +591,25 @@ HD A apply(const F& f, const A (&x)[N][W], int w) {
 // side by side (step 1); step 0 gives one value W times.
 template <int W, class A>
 HD inline void load_some(A (&x)[W], const Operand& o, int64_t step, int64_t at) {
-    auto at_once = [&](auto zero) {
-        auto pack = load_pack<W>((const decltype(zero)*)o.data + at);
-        for (int w = 0; w < W; w++) { x[w] = pack.x[w]; }
-    };
-    if (W > 1 && step == 1) {
-        if (o.dtype == F32) { return at_once(float()); }
-        if (o.dtype == BF16) { return at_once(bf16()); }
-        if (o.dtype == F16) { return at_once(fp16()); }
-    }
-    for (int w = 0; w < W; w++) {
-        x[w] = w > 0 && step == 0 ? x[0] : load<A>(o.data, o.dtype, at + w * step);
-    }
+    with_elements(o.data, o.dtype, [&](auto* elements) {
+        if (W > 1 && step == 1) {
+            auto pack = load_pack<W>(elements + at);
+            for (int w = 0; w < W; w++) { x[w] = pack.x[w]; }
+            return;
+        }
+        for (int w = 0; w < W; w++) {
+            x[w] = w > 0 && step == 0 ? x[0] : (A)elements[at + w * step];
+        }
+    });
 }
-// Writes W neighbours. Where W > 1, they lie side by side: fits_packs() has looked.
+// Writes W neighbours. They lie side by side: fits_packs() has looked.
 template <int W, class A>
-HD inline void store_some(const Operand& o, int64_t step, int64_t at, const A (&x)[W]) {
-    auto at_once = [&](auto zero) {
-        Pack<decltype(zero), W> pack;
+HD inline void store_some(const Operand& o, int64_t at, const A (&x)[W]) {
+    with_elements(o.data, o.dtype, [&](auto* elements) {
+        Pack<std::decay_t<decltype(*elements)>, W> pack;
         for (int w = 0; w < W; w++) { pack.x[w] = x[w]; }
-        store_pack((decltype(zero)*)o.data + at, pack);
-    };
-    if (W > 1) {
-        if (o.dtype == F32) { return at_once(float()); }
-        if (o.dtype == BF16) { return at_once(bf16()); }
-        if (o.dtype == F16) { return at_once(fp16()); }
-    }
-    for (int w = 0; w < W; w++) { store<A>(o.data, o.dtype, at + w * step, x[w]); }
+        store_pack(elements + at, pack);
+    });
 }
 
 // Computes the v-th W neighbours of out: loads W of each input, applies f to each, stores W. One
@@ -648,7 +637,7 @@ struct Elementwise {
             load_some<W>(x[k], loop.in[k], loop.in[k].stride[last], in_at[k]);
         }
         for (int w = 0; w < W; w++) { y[w] = apply(f, x, w); }
-        store_some<W>(loop.out, loop.out.stride[last], out_at, y);
+        store_some<W>(loop.out, out_at, y);
     }
 };
 
