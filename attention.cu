@@ -222,7 +222,7 @@ template <class T>
 __global__ void softmax_kernel(T* S,        // [N,Tk]
                                Wide<T>* L,  // [N], or null
                                int64_t N, int Tq, int Tk, bool causal) {
-    int64_t n = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / WARP;
+    int64_t n = thread_number() / WARP;
     int lane = threadIdx.x % WARP;
     if (n >= N) { return; }  // a warp leaves as one, so the shuffles below stay legal
     T* s = S + n * Tk;
@@ -252,7 +252,7 @@ template <class T>
 __global__ void softmax_backward_kernel(T* dP,       // [N,Tk]
                                         const T* P,  // [N,Tk]
                                         int64_t N, int Tq, int Tk, bool causal) {
-    int64_t n = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / WARP;
+    int64_t n = thread_number() / WARP;
     int lane = threadIdx.x % WARP;
     if (n >= N) { return; }
     dP += n * Tk;
@@ -398,7 +398,7 @@ __global__ void weighted_sum_kernel(float* y,        // [N]
                                     const float* x,  // [N,D]
                                     const float* w,  // [D]
                                     int64_t N, int64_t D) {
-    int64_t n = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / WARP;
+    int64_t n = thread_number() / WARP;
     int lane = threadIdx.x % WARP;
     if (n >= N) { return; }
     float sum = 0;

@@ -102,7 +102,6 @@ struct AttentionRun {
 using AttentionRuns = vector<AttentionRun>;
 // A timer returns the times of f in ms, run after run, each behind `prepare`, which is not timed.
 // It decides how many runs there are.
-using Job = function<void()>;
 using PassTimer = function<Stats(const Job& prepare, const Job& f)>;
 struct Effort {
     PassTimer time;

@@ -179,7 +179,7 @@ void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale
 // Leaves the gradients, multiplied by loss_scale, and returns the loss, [], without that factor.
 // Calls `between` when forward is done.
 Tensor forward_backward(
-    Model& model, const Batch& batch, float loss_scale, const function<void()>& between = [] {});
+    Model& model, const Batch& batch, float loss_scale, const Job& between = [] {});
 // Returns the norm of all gradients, inf or NaN if one of them is. Waits for the device.
 double gradient_norm(const Model& model);
 // Unscales the gradients, clips their norm to max_norm (0: does not), and steps unless that norm is
@@ -233,7 +233,7 @@ struct Trainer {
     double loss = 0, norm = 0;  // of the last step; norm as optimizer_step returns it
     vector<StepMark> marks;     // of the last step
     // What ranks that share the step do besides: ddp.cu and fsdp.cu set it. Null in one process.
-    function<void()> before_step, after_backward, before_optimizer;
+    Job before_step, after_backward, before_optimizer;
     function<double(Trainer& t)> step_optimizer;  // in place of the model's own
     function<void(const Trainer& t, StepTimes& times)> add_communication;
     bool sums_gradients = false;  // after_backward adds up the gradients of a step's batches

@@ -105,8 +105,8 @@ static shared_ptr<DataParallel> data_parallel(const Communicator& c, Strategy st
     parallel.buckets = cut_into_buckets(model.parameters, dtype,
                                         strategy == BUCKETED ? bucket_mb : WAYS[strategy].cap_mb);
     for (const Tensor& slot : model.slots) {
-        const int64_t bytes = slot.gradient->value.data - model.gradients.data;
-        const int64_t begin = bytes / (int64_t)size_of(dtype);
+        int64_t bytes = slot.gradient->value.data - model.gradients.data;
+        int64_t begin = bytes / size_of(dtype);
         slot.gradient->ready = [&parallel, begin, end = begin + slot.size()] {
             gradient_is_ready(parallel, begin, end);
         };
@@ -284,7 +284,7 @@ void compare(WeightsCheck& check, const Tensor& got, const Tensor& want, double 
 
 bool same_bits_everywhere(const Communicator& c, const Tensor& t) {
     Tensor host = to_device(t, CPU);
-    const uint64_t mine = key_of({host.data, host.size() * size_of(host.dtype)});
+    uint64_t mine = key_of({host.data, host.bytes()});
     return everywhere(c, mine == gather<uint64_t>(c, {mine})[0]);
 }
 
@@ -560,6 +560,7 @@ struct DdpRun : WayRun {
     DdpRun(Strategy s, double mb = 0)
         : WayRun{mb > 0 ? strprintf("%g MB", mb) : name_of(s)}, strategy(s), bucket_mb(mb) {}
 };
+using DdpRuns = vector<DdpRun>;
 
 // With --trace, takes one more step behind the last timed one, and adds its trace.
 void trace_step(Trainer& trainer, const char* name, const Options& options, vector<Trace>& traces) {
@@ -635,7 +636,7 @@ void add_step(Table& table, const WayRun& run) {
 
 // Prints two tables: the parts of a step in each way and in one process; what the steps
 // communicate, how fast they are, and what they save. ranks: how many share a step.
-static void print_steps(const string& caption, const vector<DdpRun>& runs, const WayRun& single,
+static void print_steps(const string& caption, const DdpRuns& runs, const WayRun& single,
                         const Options& options, int ranks) {
     const double single_ms = single.ms.total.mean, naive_ms = runs[NAIVE].ms.total.mean;
     Table parts = step_table(caption, "Strategy");
@@ -681,7 +682,7 @@ static string against(const Stats& ours, const Stats& theirs, const char* name) 
 // The answers of the benchmarking commands. The runs stand in the order of Strategy.
 
 // Answers how long naive's step takes, and how much of it is exposed communication.
-static void answer_naive_ddp_benchmarking(const vector<DdpRun>& runs) {
+static void answer_naive_ddp_benchmarking(const DdpRuns& runs) {
     const DdpRun& naive = runs[NAIVE];
     const double total = naive.ms.total.mean, exposed = naive.ms.exposed.mean,
                  comm = naive.ms.communication.mean;
@@ -693,7 +694,7 @@ static void answer_naive_ddp_benchmarking(const vector<DdpRun>& runs) {
 }
 
 // Answers what one call instead of one per tensor changes.
-static void answer_minimal_ddp_flat_benchmarking(const vector<DdpRun>& runs) {
+static void answer_minimal_ddp_flat_benchmarking(const DdpRuns& runs) {
     const DdpRun &naive = runs[NAIVE], &flat = runs[FLAT];
     answer("",
            "With one all-reduce for all gradients a step takes %.2f ms: %s. The all-reduce of %.1f "
@@ -704,7 +705,7 @@ static void answer_minimal_ddp_flat_benchmarking(const vector<DdpRun>& runs) {
 }
 
 // Answers what calls during backward change (a), and what the traces show (b).
-static void answer_ddp_overlap_individual_parameters_benchmarking(const vector<DdpRun>& runs) {
+static void answer_ddp_overlap_individual_parameters_benchmarking(const DdpRuns& runs) {
     const DdpRun &naive = runs[NAIVE], &over = runs[OVERLAPPED];
     const Stats& total = over.ms.total;
     answer("a", "Overlapped, a step takes %.2f ms: %s, and %s.", total.mean,
@@ -724,8 +725,8 @@ static void answer_ddp_overlap_individual_parameters_benchmarking(const vector<D
 }
 
 // Answers (a) which bucket size is the fastest, and whether others are level with it.
-static void answer_fastest_bucket(const vector<DdpRun>& runs) {
-    const vector<DdpRun> bucketed(runs.begin() + BUCKETED, runs.end());
+static void answer_fastest_bucket(const DdpRuns& runs) {
+    DdpRuns bucketed(runs.begin() + BUCKETED, runs.end());
     const DdpRun* fastest = &bucketed[0];
     for (const DdpRun& run : bucketed) {
         if (run.ms.total.mean < fastest->ms.total.mean) { fastest = &run; }
@@ -751,7 +752,7 @@ static void answer_fastest_bucket(const vector<DdpRun>& runs) {
 
 // Answers (a) whether large buckets do what one expects: fewer calls take less time in all, and a
 // large last bucket leaves more exposed.
-static void answer_large_buckets(const vector<DdpRun>& runs) {
+static void answer_large_buckets(const DdpRuns& runs) {
     auto by_calls = [](auto& a, auto& b) { return a.calls < b.calls; };
     const DdpRun& few = *std::min_element(runs.begin() + BUCKETED, runs.end(), by_calls);
     const DdpRun& many = runs[OVERLAPPED];
@@ -773,7 +774,7 @@ static void answer_large_buckets(const vector<DdpRun>& runs) {
 
 // Answers (a), and (b): the overhead of n_b buckets of s bytes together, at w bytes/s and o for
 // each call, and the best size of a bucket.
-static void answer_ddp_bucketed_benchmarking(const vector<DdpRun>& runs) {
+static void answer_ddp_bucketed_benchmarking(const DdpRuns& runs) {
     const DdpRun &naive = runs[NAIVE], &flat = runs[FLAT];
     answer_fastest_bucket(runs);
     answer_large_buckets(runs);
@@ -812,9 +813,9 @@ static void answer_ddp_bucketed_benchmarking(const vector<DdpRun>& runs) {
 // The commands that benchmark
 
 // Joins neighbouring caps that cut the same buckets into one way, with both names.
-static void join_equal_caps(const ModelConfig& config, vector<DdpRun>& runs) {
-    const Model planned = lay_out_model(config);
-    vector<DdpRun> joined;
+static void join_equal_caps(const ModelConfig& config, DdpRuns& runs) {
+    Model planned = lay_out_model(config);
+    DdpRuns joined;
     vector<int64_t> last_ends;
     for (const DdpRun& run : runs) {
         vector<int64_t> ends;
@@ -834,8 +835,7 @@ static void join_equal_caps(const ModelConfig& config, vector<DdpRun>& runs) {
 
 // Times the runs one after the other, then one process, and prints the tables and, where all ways
 // ran, the answer. Returns the exit code.
-static int benchmark(const Options& asked, vector<DdpRun> runs,
-                     void (*print_answer)(const vector<DdpRun>&)) {
+static int benchmark(const Options& asked, DdpRuns runs, void (*print_answer)(const DdpRuns&)) {
     return run_ranks(asked, [&](const Communicator& c) {
         Options options = asked;
         const ModelConfig config = choose_step(options, c);
@@ -862,7 +862,7 @@ int cmd_ddp_overlap_individual_parameters_benchmarking(const Options& o) {
                      answer_ddp_overlap_individual_parameters_benchmarking);
 }
 int cmd_ddp_bucketed_benchmarking(const Options& o) {
-    vector<DdpRun> runs = {NO_SYNC, NAIVE, FLAT, OVERLAPPED};
+    DdpRuns runs = {NO_SYNC, NAIVE, FLAT, OVERLAPPED};
     for (double mb : o.bucket_size_mb) { runs.push_back({BUCKETED, mb}); }
     return benchmark(o, runs, answer_ddp_bucketed_benchmarking);
 }

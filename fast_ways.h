@@ -28,11 +28,12 @@ struct FlatGradient {
     Tensor g;
     int64_t offset;
 };
+using FlatGradients = vector<FlatGradient>;
 // Returns the sum of the squares of all gradients. Waits for the device.
-double square_sum(const vector<FlatGradient>& gradients);
+double square_sum(const FlatGradients& gradients);
 // Steps the weights that have these gradients, outside the tape. p is the arena of the weights, m
 // and v are those of the moments.
-using AdamWUpdate = void(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
+using AdamWUpdate = void(const Tensor& p, const FlatGradients& gradients, const Tensor& m,
                          const Tensor& v, AdamWScalars s);
 AdamWUpdate adamw_eager;   // op by op
 AdamWUpdate adamw_plain;   // the plain loop, or on the GPU the plain kernel
@@ -76,17 +77,17 @@ struct FastWays {
     // this model in this context.
     bool (*graphs_take)(const Model& model);
     Tensor (*forward_backward)(Model& model, const Batch& batch, float loss_scale,
-                               const function<void()>& between);
+                               const Job& between);
     Tensor (*infer)(Model& model, const Tensor& tokens);
     // NCCL beside products. All ranks call the first two together. allocate_shared runs f, and puts
     // what f allocates where copy engines can move it. free_shared frees what is not used any more.
-    void (*allocate_shared)(const Communicator& c, const function<void()>& f);
+    void (*allocate_shared)(const Communicator& c, const Job& f);
     void (*free_shared)(const Communicator& c);
     WorkPtr (*all_reduce_beside)(const Communicator& c, const Tensor& t, Reduction how);
 };
 inline FastWays fast_ways;
 // Runs f, in which all ranks allocate the tensors that collectives move.
-inline void allocate_shared(const Communicator& c, const function<void()>& f) {
+inline void allocate_shared(const Communicator& c, const Job& f) {
     if (fast_ways.allocate_shared) {
         fast_ways.allocate_shared(c, f);
     } else {

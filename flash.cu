@@ -220,7 +220,7 @@ constexpr int STEP_7_THREADS = 128;
 template <class T>
 __global__ void flash_step_7_kernel(AttentionArgs a,
                                     BackwardQuery* queries) {  // [B*H,a.query_rows]
-    int64_t n = (blockIdx.x * (int64_t)STEP_7_THREADS + threadIdx.x) / WARP;
+    int64_t n = thread_number() / WARP;
     int i = (int)(n % a.query_rows), lane = threadIdx.x % WARP;
     move_to_head<T>(a, (int)(n / a.query_rows));
     BackwardQuery query = {INFINITY, 0};  // beyond Tq
@@ -923,7 +923,7 @@ const AttentionImpl& require_flash(Device device, DType dtype, int64_t D) {
 static Tensor heads_view(const Tensor& x, int which, int parts, int H) {
     const int64_t B = x.dim(0), T = x.dim(1), C = x.dim(2) / parts, D = C / H;
     Tensor t = detached(x);
-    t.data += which * C * (int64_t)size_of(x.dtype);
+    t.data += which * C * size_of(x.dtype);
     t.shape = {B, H, T, D};
     t.stride = {T * parts * C, D, parts * C, 1};
     return t;

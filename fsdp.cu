@@ -120,7 +120,7 @@ static shared_ptr<Fsdp> fully_shard(const Communicator& c, const vector<Paramete
         for (size_t i = buffer; i < fsdp->units.size(); i += 2) {
             const int64_t n = c.world * fsdp->units[i].part;
             most = max(most, n);
-            weight_bytes = max<int64_t>(weight_bytes, n * size_of(dtype_of(i)));
+            weight_bytes = max(weight_bytes, n * size_of(dtype_of(i)));
         }
         Tensor weights, gradients = empty({most}, kept, GRADIENTS);
         allocate_shared(c, [&] { weights = empty({weight_bytes}, U8, WEIGHT_COPIES); });
@@ -209,7 +209,7 @@ static void zero_the_rest(FsdpUnit& unit) {
 }
 
 // Steps the weights at each gradient's offset in the shard: a unit's own part, or all norms.
-static void step_shard(Fsdp& fsdp, const vector<FlatGradient>& gradients, float gradient_scale) {
+static void step_shard(Fsdp& fsdp, const FlatGradients& gradients, float gradient_scale) {
     NoGrad no_grad;
     ParameterGroup& group = fsdp.shard;
     adamw_update(group.weights, gradients, group.m, group.v,
@@ -294,8 +294,8 @@ static void finish_backward(Fsdp& fsdp) {
 }
 
 // Returns the gradients that this rank has now: its parts of units, and the norms'.
-static vector<FlatGradient> gradients_of(const Fsdp& f) {
-    vector<FlatGradient> all;
+static FlatGradients gradients_of(const Fsdp& f) {
+    FlatGradients all;
     for (const FsdpUnit& unit : f.units) {
         if (unit.gradient) { all.push_back({unit.gradient, unit.offset}); }
     }
@@ -303,7 +303,7 @@ static vector<FlatGradient> gradients_of(const Fsdp& f) {
     return all;
 }
 static double sharded_norm(const Fsdp& f) {
-    vector<FlatGradient> gradients = gradients_of(f);
+    FlatGradients gradients = gradients_of(f);
     if (f.c.rank > 0) { gradients.pop_back(); }  // the norms' count once
     return norm_over_ranks(f.c, square_sum(gradients));
 }

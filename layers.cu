@@ -776,8 +776,7 @@ __global__ void square_sum_kernel(double* partial,  // [gridDim.x]
                                   const T* g,       // [n]
                                   int64_t n) {
     float sum = 0;
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n;
-         i += (int64_t)gridDim.x * blockDim.x) {
+    for (int64_t i = thread_number(); i < n; i += (int64_t)gridDim.x * blockDim.x) {
         float x = g[i];
         sum += x * x;
     }
@@ -787,7 +786,7 @@ __global__ void square_sum_kernel(double* partial,  // [gridDim.x]
 #endif
 // Returns the sum of all gradients' squares; on META, where there are no numbers, 1. On the GPU
 // each block writes a sum of its own, and the CPU adds these up.
-double square_sum(const vector<FlatGradient>& gradients) {
+double square_sum(const FlatGradients& gradients) {
     if (context.device == META) { return 1; }
 
     double sum = 0;
@@ -816,7 +815,7 @@ double square_sum(const vector<FlatGradient>& gradients) {
 
 // Updates the weights of each gradient op by op: of flat p, m and v the elements from its offset
 // on.
-void adamw_eager(const Tensor& p_all, const vector<FlatGradient>& gradients, const Tensor& m_all,
+void adamw_eager(const Tensor& p_all, const FlatGradients& gradients, const Tensor& m_all,
                  const Tensor& v_all, AdamWScalars s) {
     Range range("optimizer");
     for (const FlatGradient& one : gradients) {
@@ -842,7 +841,7 @@ __global__ void adamw_kernel(P* p,        // [n]
                              P* m,        // [n]
                              P* v,        // [n]
                              int64_t n, AdamWScalars s) {
-    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    int64_t i = thread_number();
     if (i < n) { adamw_element(p + i, g[i], m + i, v + i, s); }
 }
 #endif
@@ -862,8 +861,8 @@ static void adamw_range(P* p,        // [n]
     for (int64_t i = 0; i < n; i++) { adamw_element(p + i, g[i], m + i, v + i, s); }
 }
 // Updates the same by one loop, or kernel, per gradient.
-void adamw_plain(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
-                 const Tensor& v, AdamWScalars s) {
+void adamw_plain(const Tensor& p, const FlatGradients& gradients, const Tensor& m, const Tensor& v,
+                 AdamWScalars s) {
     for (const FlatGradient& one : gradients) {
         with_gpu_type(one.g.dtype, [&](auto g_zero) {
             with_gpu_type(p.dtype, [&](auto zero) {
@@ -879,8 +878,8 @@ AdamWScalars scalars_of(const AdamW& a, int t, float gradient_scale) {
     return {1 - a.lr * a.weight_decay, a.beta1, a.beta2, a.eps, (float)step_size, gradient_scale};
 }
 // Does the same by the fastest way that is there.
-void adamw_update(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
-                  const Tensor& v, AdamWScalars s) {
+void adamw_update(const Tensor& p, const FlatGradients& gradients, const Tensor& m, const Tensor& v,
+                  AdamWScalars s) {
     Range range("optimizer");
     if (p.device() == META) { return; }
 

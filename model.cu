@@ -178,7 +178,7 @@ Model random_model(const ModelConfig& c, uint64_t seed) {
 }
 
 static int64_t offset_of(const Model& model, const Tensor& slot) {  // in elements
-    return (slot.data - model.weights.data) / (int64_t)size_of(slot.dtype);
+    return (slot.data - model.weights.data) / size_of(slot.dtype);
 }
 void make_gradients(Model& model) {
     if (model.gradients) { return; }
@@ -317,8 +317,8 @@ Tensor forward_to_loss(Model& model, const Batch& batch) {
 
 // Returns the gradients as backward left them: outside mode eager a joined weight's slot has the
 // gradient, and not the slots of its parts.
-static vector<FlatGradient> flat_gradients(const Model& model) {
-    vector<FlatGradient> gradients;
+static FlatGradients flat_gradients(const Model& model) {
+    FlatGradients gradients;
     for (const Tensor& t : model.slots) {
         if (t.gradient->filled) { gradients.push_back({t.gradient->value, offset_of(model, t)}); }
     }
@@ -359,7 +359,7 @@ void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale
 // Runs forward and backward, and adds to the gradients that are there; otherwise it does what
 // forward_backward does.
 static Tensor add_gradients(Model& model, const Batch& batch, float loss_scale,
-                            const function<void()>& between) {
+                            const Job& between) {
     Tensor loss = forward_to_loss(model, batch);
     between();
     backward_from_loss(model, loss, loss_scale);
@@ -369,8 +369,7 @@ static bool by_graphs(const Model& model) {
     return fast_ways.graphs_take && fast_ways.graphs_take(model);
 }
 
-Tensor forward_backward(Model& model, const Batch& batch, float loss_scale,
-                        const function<void()>& between) {
+Tensor forward_backward(Model& model, const Batch& batch, float loss_scale, const Job& between) {
     if (by_graphs(model)) { return fast_ways.forward_backward(model, batch, loss_scale, between); }
     zero_gradients(model);
     return add_gradients(model, batch, loss_scale, between);

@@ -93,7 +93,7 @@ static WorkPtr all_reduce_beside(const Communicator& c, const Tensor& t, Reducti
 
 // Runs f, on all ranks, and puts what it allocates on a GPU into windows. Other ranks read such a
 // buffer, so its memory stays until close_windows.
-static void allocate_in_windows(const Communicator& c, const function<void()>& f) {
+static void allocate_in_windows(const Communicator& c, const Job& f) {
     if (context.device == CUDA && c.links && windows) {
         allocate_in(windows, f);
     } else {

@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(PACK_THREADS)
         v = load_pack<W>(x + row + c);
         w = load_pack<W>(w_in + c);
         if (delta) {
-            Pack<T, W> d = load_pack<W>(delta + row + c);
+            auto d = load_pack<W>(delta + row + c);
             for (int i = 0; i < W; i++) { v.x[i] = v.x[i] + d.x[i]; }
             store_pack(x_out + row + c, v);
         }
@@ -232,9 +232,9 @@ __global__ void __launch_bounds__(PACK_THREADS)
         T* joined = qkv + (row * (int64_t)3 + which) * (H * D) + c;
         T* apart = heads ? heads + (((int64_t)b * H + h) * positions + t) * D + d : joined;
 
-        Pack<T, W> pack = load_pack<W>(backward ? apart : joined);
+        auto pack = load_pack<W>(backward ? apart : joined);
         if (which < 2) {
-            Pack<float, W> cos_sin = load_pack<W>(rope + t * D + d);
+            auto cos_sin = load_pack<W>(rope + t * D + d);
             for (int i = 0; i < W; i += 2) {
                 float x1 = pack.x[i], x2 = pack.x[i + 1];
                 float cos = cos_sin.x[i], sin = cos_sin.x[i + 1];
@@ -271,8 +271,8 @@ __global__ void __launch_bounds__(PACK_THREADS) swiglu_kernel(T* g,        // [N
                                                               int F) {
     const int64_t row = blockIdx.x * (int64_t)F;
     for (int f = W * threadIdx.x; f < F; f += W * blockDim.x) {
-        Pack<T, W> a_pack = load_pack<W>(h + 2 * row + f);
-        Pack<T, W> b = load_pack<W>(h + 2 * row + F + f);
+        auto a_pack = load_pack<W>(h + 2 * row + f);
+        auto b = load_pack<W>(h + 2 * row + F + f);
 
         Pack<T, W> out;
         for (int i = 0; i < W; i++) {
@@ -290,10 +290,10 @@ __global__ void __launch_bounds__(PACK_THREADS) swiglu_backward_kernel(T* dh,   
                                                                        int F) {
     const int64_t row = blockIdx.x * (int64_t)F;
     for (int f = W * threadIdx.x; f < F; f += W * blockDim.x) {
-        const int64_t at = 2 * row + f;
-        Pack<T, W> a_pack = load_pack<W>(h + at);
-        Pack<T, W> b = load_pack<W>(h + at + F);
-        Pack<T, W> d = load_pack<W>(dg_in + row + f);
+        int64_t at = 2 * row + f;
+        auto a_pack = load_pack<W>(h + at);
+        auto b = load_pack<W>(h + at + F);
+        auto d = load_pack<W>(dg_in + row + f);
 
         Pack<T, W> da, db;
         for (int i = 0; i < W; i++) {

@@ -508,7 +508,7 @@ static void book(const Memory* m, bool comes) {
 
 static shared_ptr<Places> places;  // allocate_in's
 
-void allocate_in(const shared_ptr<Places>& use, const function<void()>& f) {
+void allocate_in(const shared_ptr<Places>& use, const Job& f) {
     struct RestorePlaces {
         shared_ptr<Places> before = places;
         ~RestorePlaces() { places = before; }
@@ -668,8 +668,7 @@ const char* level(const Stats& a, const Stats& b) {
 // Returns the ms of f in the last n of warmup + n runs by the device's own events. The host waits
 // only after the last run. Its spare marks are made before the first: an event takes as long as a
 // launch.
-vector<double> time_queued_ms(int warmup, int n, const function<void()>& prepare,
-                              const function<void()>& f) {
+vector<double> time_queued_ms(int warmup, int n, const Job& prepare, const Job& f) {
     vector<Mark> spare(2 * n);
     for (Mark& m : spare) { m = mark(); }
     spare.clear();
@@ -689,7 +688,7 @@ vector<double> time_queued_ms(int warmup, int n, const function<void()>& prepare
 }
 
 // Returns the ms of the last n of warmup + n runs of f by the host's clock, each until its end.
-vector<double> time_ms(int warmup, int n, const function<void()>& f) {
+vector<double> time_ms(int warmup, int n, const Job& f) {
     vector<double> times;
     synchronize();  // what was queued before is not ours to count
     for (int i = -warmup; i < n; i++) {
@@ -763,7 +762,7 @@ void save_file(const string& path, const string& bytes) {
 
 // Starts this program with these arguments, calls `prepare` in the child before that, and returns
 // the child's number. The system kills the child when we end.
-pid_t start_ourselves(const vector<string>& arguments, const function<void()>& prepare) {
+pid_t start_ourselves(const vector<string>& arguments, const Job& prepare) {
     vector<char*> argv = {program_invocation_name};  // as it was typed
     for (const string& a : arguments) { argv.push_back((char*)a.c_str()); }
     argv.push_back(nullptr);

@@ -41,6 +41,7 @@ using std::shared_ptr;
 using std::string;
 using std::to_string;
 using std::vector;
+using Job = function<void()>;
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
@@ -233,7 +234,7 @@ struct Memory {  // a buffer; it is freed, in the stream's order, when its last 
 // Returns a new buffer, or throws OutOfMemory.
 shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Source at = here());
 // Runs f. Asks these places first for the memory of what f allocates, but for the CPU's.
-void allocate_in(const shared_ptr<Places>& places, const function<void()>& f);
+void allocate_in(const shared_ptr<Places>& places, const Job& f);
 // Copies, and waits for the end.
 void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes);
 void give_back_cached_memory();  // gives the driver what our pool keeps but does not use
@@ -288,9 +289,8 @@ const char* level(const Stats& a, const Stats& b);
 // Both run f warmup + n times, and return the ms of each of the last n. time_ms waits for the end
 // of each run, and counts that. time_queued_ms does not: the device's own events time f, which
 // follows `prepare`. So the latency of launches does not count where the device is slower.
-vector<double> time_ms(int warmup, int n, const function<void()>& f);
-vector<double> time_queued_ms(int warmup, int n, const function<void()>& prepare,
-                              const function<void()>& f);
+vector<double> time_ms(int warmup, int n, const Job& f);
+vector<double> time_queued_ms(int warmup, int n, const Job& prepare, const Job& f);
 
 // While they are caught, the first SIGINT, SIGTERM or SIGHUP does not end the program: the work
 // looks at end_signal_seen() now and then, and ends in order. A second one ends it at once.
@@ -302,7 +302,7 @@ int end_signal_seen();  // the signal's number; 0: none came
 void replace_file(const string& path, const function<bool(FILE*)>& write);
 void save_file(const string& path, const string& bytes);
 // Starts this program once more; the new process runs `prepare` first, and does not outlive us.
-pid_t start_ourselves(const vector<string>& arguments, const function<void()>& prepare);
+pid_t start_ourselves(const vector<string>& arguments, const Job& prepare);
 // Runs this program once more and returns its stdout; fails if it fails.
 string run_ourselves(const vector<string>& arguments);
 string commit();  // that the program was built from
@@ -423,7 +423,7 @@ void with_type(DType t, Fn f) {
 using Shape = vector<int64_t>;
 int64_t count(const Shape& shape);
 string to_string(const Shape& shape);  // "[4, 256, 768]"
-size_t size_of(DType t);
+int64_t size_of(DType t);              // in bytes
 
 // A handle: copying it shares the data.
 struct Tensor {
@@ -435,6 +435,7 @@ struct Tensor {
     shared_ptr<struct Gradient> gradient;  // null: nobody asks for one
     explicit operator bool() const { return memory != nullptr; }
     int64_t size() const { return count(shape); }
+    size_t bytes() const { return size() * size_of(dtype); }
     int64_t dim(int i) const { return shape[i < 0 ? i + shape.size() : i]; }  // -1: the last
     Device device() const { return memory->device; }
     template <class T>
@@ -500,7 +501,7 @@ struct Gradient {
     bool filled = false;        // ... and this says whether it holds something
     int uses = 0;               // ops on the tape that have yet to add to it
     // A parameter's: backward calls it when the last of these ops has added.
-    function<void()> ready;
+    Job ready;
     // Computes the tensor again as products take it, so that linear() need not keep it.
     function<Tensor()> recompute;
     // A parameter's: what 16-bit products take for it. In mode eager it is autocast's cached copy,
@@ -533,10 +534,11 @@ void recompute_by(const Tensor& y, const function<Tensor()>& again);
 void backward(const Tensor& loss, float scale = 1);
 void backward_from(const Tensor& y, const Tensor& dy);  // the same, from any y with gradient dy
 void clear_tape();
+using UnaryOp = Tensor(const Tensor& a);
 // Gradient checkpointing (Chen et al., 2016): returns f(x), and keeps nothing but x for backward,
 // which runs f again and records it then. f may use no tensor with a gradient but x and parameters.
 // It may itself call checkpoint().
-Tensor checkpoint(const function<Tensor(const Tensor& x)>& f, const Tensor& x);
+Tensor checkpoint(const function<UnaryOp>& f, const Tensor& x);
 
 // These work in place and record nothing.
 void scale_in_place(const Tensor& t, float s);
@@ -548,7 +550,6 @@ void copy_or_add(const Tensor& to, const Tensor& from, bool accumulate);
 // tensor.cu: ops, each one kernel that records itself on the tape. Dtypes and broadcasting are
 // PyTorch's (precision.cu explains autocast).
 
-using UnaryOp = Tensor(const Tensor& a);
 using BinaryOp = Tensor(const Tensor& a, const Tensor& b);
 BinaryOp add, sub, mul, div;
 UnaryOp exp, log, square, rsqrt;          // fp32 under autocast, as are the sums
@@ -573,10 +574,10 @@ Tensor arange(int64_t n);                                         // I32 [n]
 // tensor.cu: whether a run's memory fits
 
 // Returns how many bytes `run` would hold at its peak, beyond those held now: it runs on META.
-size_t planned_peak(const function<void()>& run);
+size_t planned_peak(const Job& run);
 // Runs f, unless its predicted peak does not fit: `needs` bytes, of which `held` are held already.
 // Returns 0 if f ran, else `needs`, for oom_cell(). row: what stderr names it.
-size_t run_if_fits(const string& row, size_t needs, const function<void()>& f, size_t held = 0);
+size_t run_if_fits(const string& row, size_t needs, const Job& f, size_t held = 0);
 
 // -------------------------------------------------------------------------------------------------
 // matmul.cu: matrix products, in context.precision: fp32 and tf32 multiply fp32 operands, bf16 and
@@ -589,8 +590,7 @@ Tensor matmul(const Tensor& a, const Tensor& b, bool transpose_b = false);
 Tensor linear(const Tensor& x, const Tensor& weight);
 // Returns linear(f(x), weight) as a checkpoint: backward runs f again, but not this product, since
 // nobody reads its result there.
-Tensor checkpoint_linear(const function<Tensor(const Tensor& x)>& f, const Tensor& x,
-                         const Tensor& weight);
+Tensor checkpoint_linear(const function<UnaryOp>& f, const Tensor& x, const Tensor& weight);
 // out = alpha op(a) op(b) + beta out, row-major; leading dimensions are a batch. It records and
 // casts nothing.
 void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b,

@@ -107,8 +107,8 @@ static void cublas_product(const Product& p, cublasHandle_t handle = cublas()) {
 static void multiply_cuda(const Product& p) {
     auto add_summands = [&](int64_t first, int64_t n, double beta) {  // n of the K, from first on
         Product part = p;
-        part.A.data += (p.transpose_a ? first * p.A.ld : first) * (int64_t)size_of(p.A.dtype);
-        part.B.data += (p.transpose_b ? first : first * p.B.ld) * (int64_t)size_of(p.B.dtype);
+        part.A.data += (p.transpose_a ? first * p.A.ld : first) * size_of(p.A.dtype);
+        part.B.data += (p.transpose_b ? first : first * p.B.ld) * size_of(p.B.dtype);
         part.K = n;
         part.beta = beta;
         cublas_product(part);
@@ -389,8 +389,7 @@ Tensor linear(const Tensor& x, const Tensor& weight) { return linear(x, weight, 
 // f runs twice. First run (in forward): nothing is recorded, and y is computed. Second run (inside
 // backward): checkpoint() records it, so the tape is rebuilt; nobody reads y then, so the product
 // is skipped.
-Tensor checkpoint_linear(const function<Tensor(const Tensor& x)>& f, const Tensor& x,
-                         const Tensor& weight) {
+Tensor checkpoint_linear(const function<UnaryOp>& f, const Tensor& x, const Tensor& weight) {
     auto linear_of_f = [f, weight](const Tensor& x) {
         bool second_run = context.recording;
         return linear(f(x), weight, second_run);

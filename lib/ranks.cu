@@ -301,7 +301,7 @@ struct Links {
     bool stopping = false;
     std::deque<WorkPtr> under_way;  // the oldest first
 #ifdef HAVE_GLOO
-    std::deque<function<void()>> jobs;  // that the worker has yet to begin
+    std::deque<Job> jobs;  // that the worker has yet to begin
 
     shared_ptr<gloo::rendezvous::Context> gloo;
     std::thread worker;
@@ -371,7 +371,7 @@ static void run_jobs(Links& links) {
         std::unique_lock lock(links.mutex);
         links.changed.wait(lock, [&] { return links.stopping || !links.jobs.empty(); });
         if (links.jobs.empty()) { return; }
-        function<void()> job = move(links.jobs.front());
+        Job job = move(links.jobs.front());
         links.jobs.pop_front();
         lock.unlock();
         job();
@@ -583,8 +583,6 @@ int join_ranks(int world, const string& device, const string& backend, double ti
 // The collectives. start() hands one to Gloo or NCCL and returns at once; what follows wait() may
 // use its result. All ranks start the same ones in the same order.
 
-static size_t bytes_of(const Tensor& t) { return t.size() * size_of(t.dtype); }
-
 #ifdef HAVE_GLOO
 // Gloo: the worker runs the collectives in the order of their starts. A collective's number is its
 // tag, so that no rank takes one's messages for another's.
@@ -614,7 +612,7 @@ static void gloo_all_reduce(Links& links, const Tensor& t, uint32_t tag, Reducti
 // Runs a collective to its end, in the worker.
 static void run_on_gloo(Links& links, const Collective& x, uint32_t tag) {
     const Tensor& t = x.tensor;
-    const size_t bytes = bytes_of(t), part = bytes / links.world;
+    size_t bytes = t.bytes(), part = bytes / links.world;
     if (x.kind == Collective::BROADCAST) {
         gloo::BroadcastOptions options(links.gloo);
         options.setTag(tag);
@@ -675,7 +673,7 @@ void enqueue(const Communicator& c, const Lane& lane, Work& work, const Collecti
              const Mark& ready) {
     const auto [nccl, stream] = lane;
     const Tensor& t = x.tensor;
-    const size_t n = t.size(), bytes = n * size_of(t.dtype), part = bytes / c.world;
+    size_t n = t.size(), bytes = t.bytes(), part = bytes / c.world;
     char* data = t.data;
     char* own = x.own ? x.own.data : data + c.rank * part;
     const ncclRedOp_t op = x.how == AVERAGE ? ncclAvg : ncclSum;
@@ -723,7 +721,7 @@ static WorkPtr start(const Communicator& c, const Collective& x) {
     auto work = make_shared<Work>();
     work->what = names[x.kind];
     work->number = links.collectives++;
-    work->bytes = bytes_of(x.tensor);
+    work->bytes = x.tensor.bytes();
     work->started_ms = now_ms();
     if (c.backend == "nccl") {
         Range range(work->what);

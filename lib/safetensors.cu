@@ -238,9 +238,7 @@ void save_safetensors(const string& path, const vector<pair<string, FileTensor>>
     });
 }
 
-FileTensor describe(const Tensor& t) {
-    return {FILE_DTYPES[t.dtype], t.shape, t.data, (size_t)t.size() * size_of(t.dtype)};
-}
+FileTensor describe(const Tensor& t) { return {FILE_DTYPES[t.dtype], t.shape, t.data, t.bytes()}; }
 
 // Writes tensors of any device and strides, each in its dtype, as PyTorch does.
 void save_tensors(const string& path, const NamedTensors& list) {

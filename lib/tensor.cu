@@ -30,8 +30,8 @@ string to_string(const Shape& shape) {
     for (size_t i = 0; i < shape.size(); i++) { s += (i > 0 ? ", " : "") + to_string(shape[i]); }
     return s + "]";
 }
-size_t size_of(DType t) {
-    static const size_t bytes[] = {4, 2, 2, 8, 4, 1};  // in DType's order
+int64_t size_of(DType t) {
+    static const int64_t bytes[] = {4, 2, 2, 8, 4, 1};  // in DType's order
     return bytes[t];
 }
 // Returns the strides, in elements, of a row-major tensor: [4,8,16] has [128,16,1].
@@ -78,7 +78,7 @@ Tensor view(const Tensor& t, int64_t offset, const Shape& shape) {
              to_string(t.shape).c_str());
     }
     Tensor v = detached(t);
-    v.data = t.data + offset * (int64_t)size_of(t.dtype);
+    v.data = t.data + offset * size_of(t.dtype);
     v.shape = shape;
     v.stride = row_major(shape);
     return v;
@@ -91,7 +91,7 @@ Tensor detached(const Tensor& t) {
 
 // Sets all bytes of a row-major t to 0, in the compute stream's order.
 void fill_zero(const Tensor& t) {
-    size_t bytes = t.size() * size_of(t.dtype);
+    size_t bytes = t.bytes();
     if (bytes == 0 || t.device() == META) { return; }
 #ifdef __CUDACC__
     if (t.device() == CUDA) {
@@ -105,7 +105,7 @@ void copy(const Tensor& to, const Tensor& from) {
     if (to.dtype != from.dtype || to.size() != from.size()) {
         fail("copy %s to %s", to_string(from.shape).c_str(), to_string(to.shape).c_str());
     }
-    copy_bytes(to.data, to.device(), from.data, from.device(), from.size() * size_of(from.dtype));
+    copy_bytes(to.data, to.device(), from.data, from.device(), from.bytes());
 }
 
 // Returns a row-major copy of t on the device, or t itself if it is there already; no gradient.
@@ -208,10 +208,7 @@ string to_string(const Comparison& c) {
 #ifdef __CUDACC__
 template <class F>
 __global__ void for_each_kernel(F f, int64_t n) {
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n;
-         i += (int64_t)gridDim.x * blockDim.x) {
-        f(i);
-    }
+    for (int64_t i = thread_number(); i < n; i += (int64_t)gridDim.x * blockDim.x) { f(i); }
 }
 #endif
 template <class F>
@@ -443,7 +440,7 @@ void backward_from(const Tensor& y, const Tensor& dy) {
 // Returns f(x), recorded as one step that holds x alone. In backward the step runs f again, which
 // records f's own steps on top of the tape, and gives dy to the last of them; backward_from() then
 // goes on with these. An x without a gradient gets one, so that the step is recorded at all.
-Tensor checkpoint(const function<Tensor(const Tensor& x)>& f, const Tensor& x) {
+Tensor checkpoint(const function<UnaryOp>& f, const Tensor& x) {
     if (!context.recording) { return f(x); }
 
     Tensor in = x.gradient ? x : require_gradient(x), y;
@@ -855,7 +852,7 @@ Tensor transpose(const Tensor& a, int i, int j) {
 // and copies dy into their slice.
 Tensor slice_last(const Tensor& a, int64_t start, int64_t step) {
     Tensor y = a;
-    y.data += start * a.stride.back() * (int64_t)size_of(a.dtype);
+    y.data += start * a.stride.back() * size_of(a.dtype);
     y.shape.back() = (a.shape.back() - start + step - 1) / step;
     y.stride.back() *= step;
     record(y, {a}, [start, step, shape = a.shape, ga = a.gradient](const Tensor& dy) {
@@ -1172,7 +1169,7 @@ Tensor pick_last(const Tensor& a, const Tensor& index) {
 
 // Returns how many bytes `run` would hold at its peak, beyond what is held before. It runs on META,
 // where nothing is computed, but every buffer is counted as the device would have it.
-size_t planned_peak(const function<void()>& run) {
+size_t planned_peak(const Job& run) {
     RestoreContext restore;
     context.widening = multiplies_copies(context.device, matmul_dtype());
     Planning planning;
@@ -1185,7 +1182,7 @@ size_t planned_peak(const function<void()>& run) {
 // Runs f if it should fit. Returns 0 if it ran, else the bytes it needs: `needs` if they exceed
 // what is free by more than `held`, or if memory ran out on the way, in which case the tape is
 // cleared.
-size_t run_if_fits(const string& row, size_t needs, const function<void()>& f, size_t held) {
+size_t run_if_fits(const string& row, size_t needs, const Job& f, size_t held) {
     if (needs > held && needs - held > available_memory(context.device)) { return needs; }
     progress("%s", row.c_str());
     try {
