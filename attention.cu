@@ -20,7 +20,6 @@
 //   dV = P^T dO,  dP = dO V^T,  dS_ij = P_ij (dP_ij - D_i) with D_i = sum_j P_ij dP_ij,
 //   dQ = dS K / sqrt(D),  dK = dS^T Q / sqrt(D).
 #include "attention.h"
-#include <cfloat>
 #include "lib/gpu.h"
 
 // -------------------------------------------------------------------------------------------------
@@ -322,11 +321,11 @@ static Tensor attention_fused(const Tensor& q_in, const Tensor& k_in, const Tens
 
 static bool any_float(DType, int64_t) { return true; }
 static const AddRow<AttentionImpl> attention_impls[] = {
-    {{"naive", CPU, 10, any_float, attention_naive, nullptr, nullptr}},
-    {{"fused", CPU, 20, any_float, attention_fused, nullptr, nullptr}},
+    {{"naive", CPU, 10, any_float, attention_naive}},
+    {{"fused", CPU, 20, any_float, attention_fused}},
     // A build for the CPU has these, too: memory is predicted for a GPU.
-    {{"naive", CUDA, 10, any_float, attention_naive, nullptr, nullptr}},
-    {{"fused", CUDA, 20, any_float, attention_fused, nullptr, nullptr}},
+    {{"naive", CUDA, 10, any_float, attention_naive}},
+    {{"fused", CUDA, 20, any_float, attention_fused}},
 };
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
     return (context.mode == EAGER ? attention_naive : attention_fused)(q, k, v, causal, nullptr);

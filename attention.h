@@ -73,8 +73,8 @@ struct AttentionImpl {
     Tensor (*run)(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Tensor* L);
     // ... or the row has both passes by hand: forward writes o and L, backward reads them and
     // writes dq, dk and dv.
-    void (*forward)(const AttentionTensors& t);
-    void (*backward)(const AttentionTensors& t);
+    void (*forward)(const AttentionTensors& t) = nullptr;
+    void (*backward)(const AttentionTensors& t) = nullptr;
 };
 // Returns whether flash has kernels for this head size: 16, 32, 64, 80 and 128.
 bool flash_head_size(int64_t D);

@@ -17,9 +17,7 @@ bool everywhere(const Communicator& c, bool mine) {
 }
 
 double mean_over_ranks(const Communicator& c, double mine) {
-    double mean = 0;
-    for (double of_rank : gather<double>(c, {mine})) { mean += of_rank / c.world; }
-    return mean;
+    return stats_of(gather<double>(c, {mine})).mean;
 }
 
 // Returns the bytes that each rank may take, the least of all ranks'. The ranks of a machine share

@@ -99,11 +99,12 @@ struct ModelConfig {
     int d_model, d_ff, num_layers, num_heads, vocab_size = 10000;
     float rope_theta = 10000, eps = 1e-5f;
 };
+using ModelConfigs = vector<ModelConfig>;
 // The sizes of both handouts' tables 1, with vocabulary 10,000, and the 2026 leaderboard's 8B.
-extern const vector<ModelConfig> model_sizes;
+extern const ModelConfigs model_sizes;
 // Returns the size that --d_model, --d_ff, ... make, else those of --size. It is a usage error if
 // one cannot be a model.
-vector<ModelConfig> configs_of(const Options& o);
+ModelConfigs configs_of(const Options& o);
 void check_config(const ModelConfig& c);  // refuses heads that RoPE cannot turn
 
 // An arena is one flat tensor with a value for each weight: the weights, their gradients, or one of
@@ -249,7 +250,7 @@ void train_step(Trainer& t, const vector<Batch>& batches);
 // Return the precisions of --precision, and the modes of --mode, checked. The default mode, flash,
 // becomes fused if flash cannot run one of the models in one of the precisions.
 vector<Precision> precisions_of(const Options& o);
-vector<Mode> modes_of(const Options& o, const vector<ModelConfig>& configs);
+vector<Mode> modes_of(const Options& o, const ModelConfigs& configs);
 // Returns "flash", or with what context adds "flash, recompute, checkpoint 4, head chunk 2048".
 string caption_of(Mode mode);
 // Returns the name of a run, with context's precision, mode and checkpoint. A rank has B sequences.
@@ -277,5 +278,5 @@ const AttentionImpl& require_flash(Device device, DType dtype, int64_t D);
 // Writes Chrome's trace format, which Perfetto opens, unless path is empty; the caption goes into
 // otherData. Rank 0 writes the traces of all ranks, one process a rank. Times count from the last
 // midnight (UTC), the same for all ranks.
-void write_trace(const string& path, const vector<Trace>& traces, const string& caption,
+void write_trace(const string& path, const Traces& traces, const string& caption,
                  const Communicator& c = Communicator());

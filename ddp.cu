@@ -432,7 +432,7 @@ ModelConfig choose_step(Options& options, const Communicator& c) {
     by_quick("warmup", options.warmup[0], 2);
     by_quick("steps", options.steps, 3);
 
-    const vector<ModelConfig> configs = configs_of(options);
+    const ModelConfigs configs = configs_of(options);
     context.precision = precisions_of(options)[0];
     context.mode = modes_of(options, configs)[0];
     return configs[0];
@@ -563,7 +563,7 @@ struct DdpRun : WayRun {
 using DdpRuns = vector<DdpRun>;
 
 // With --trace, takes one more step behind the last timed one, and adds its trace.
-void trace_step(Trainer& trainer, const char* name, const Options& options, vector<Trace>& traces) {
+void trace_step(Trainer& trainer, const char* name, const Options& options, Traces& traces) {
     if (options.trace.empty() || trainer.steps < options.warmup[0] + options.steps) { return; }
     start_tracing();
     {
@@ -577,7 +577,7 @@ void trace_step(Trainer& trainer, const char* name, const Options& options, vect
 // Times the steps of one strategy, and counts its calls and their bytes. Every way starts from the
 // same weights and moments, so that their losses compare.
 static void run_strategy(const Communicator& c, const Options& options, const ModelConfig& config,
-                         DdpRun& run, vector<Trace>& traces) {
+                         DdpRun& run, Traces& traces) {
     auto make = [&](const Communicator& c) {
         return data_parallel_trainer(c, random_model(config, options.seed), run.strategy,
                                      run.bucket_mb);
@@ -841,7 +841,7 @@ static int benchmark(const Options& asked, DdpRuns runs, void (*print_answer)(co
         const ModelConfig config = choose_step(options, c);
         const string caption = caption_of(options, config, c);
         join_equal_caps(config, runs);
-        vector<Trace> traces;
+        Traces traces;
         for (DdpRun& run : runs) { run_strategy(c, options, config, run, traces); }
         write_trace(options.trace, traces, caption, c);
 

@@ -125,7 +125,7 @@ void run_way(
     const SeeStep& see = [](Trainer&) {}, int n = 1);
 // With --trace, takes one more step behind the last timed one, and adds its trace. Its range has
 // the name, which has to be a literal.
-void trace_step(Trainer& t, const char* name, const Options& o, vector<Trace>& traces);
+void trace_step(Trainer& t, const char* name, const Options& o, Traces& traces);
 [[noreturn]] inline void fail_without_step(const WayRun& r) {
     fail("no step ran: each rank needs %.1f GiB", to_gib(r.predicted));
 }

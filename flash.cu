@@ -4,7 +4,6 @@
 // Read the steps first, then tiled's forward, then flash_v1's and flash_v2's beside it. The
 // section's commands are in flash_commands.cu.
 #include "attention.h"
-#include <cfloat>
 #include "lib/gpu.h"
 
 // -------------------------------------------------------------------------------------------------

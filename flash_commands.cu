@@ -3,7 +3,6 @@
 // flash_leaderboard; and `attention`, a command for your own tensors. What they run is flash.cu's
 // table of implementations: read that file first.
 #include "attention.h"
-#include <cfloat>
 
 // -------------------------------------------------------------------------------------------------
 // 1.3.2, the reference: one query at a time, by the definition, in fp64 on the CPU. Never

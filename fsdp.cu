@@ -588,7 +588,7 @@ int cmd_fsdp_accounting(const Options& typed) {
         const uint64_t seed = options.seed;
         auto plain = [&] { return random_model(config, seed); };
         vector<FsdpRun> runs;
-        vector<Trace> traces;
+        Traces traces;
         auto add = [&](const char* name, const MakeTrainer& make) {
             FsdpRun& run = runs.emplace_back(FsdpRun{{name}});
             run_way(run, c, options, make, [&](Trainer& t) {

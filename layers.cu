@@ -13,7 +13,6 @@
 // compute in float64. Sums are fp32 on the GPU and double on the CPU.
 #include "fast_ways.h"
 #include "lib/gpu.h"
-#include <cfloat>
 
 // -------------------------------------------------------------------------------------------------
 // From a tensor's dtype to a kernel's types

@@ -5,7 +5,6 @@
 
 #include <CLI/CLI.hpp>
 
-#include <cfloat>
 #include <filesystem>
 #include <sstream>
 

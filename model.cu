@@ -17,7 +17,7 @@
 // -------------------------------------------------------------------------------------------------
 // Sizes
 
-const vector<ModelConfig> model_sizes = {
+const ModelConfigs model_sizes = {
     {"small", 768, 3072, 12, 12},  {"medium", 1024, 4096, 24, 16},
     {"large", 1280, 5120, 36, 20}, {"xl", 1600, 6400, 48, 25},
     {"2.7B", 2560, 10240, 32, 32}, {"xl (2026)", 2560, 10240, 32, 32},
@@ -37,8 +37,8 @@ void check_config(const ModelConfig& c) {
 // Returns the sizes that the options name, checked: the one that --d_model, --d_ff, --num_layers
 // and --num_heads make, in which small's numbers stand for those that were not typed; or else those
 // of --size, in the order of the table.
-vector<ModelConfig> configs_of(const Options& o) {
-    vector<ModelConfig> configs;
+ModelConfigs configs_of(const Options& o) {
+    ModelConfigs configs;
     if (!o.has("size") && (o.d_model || o.d_ff || o.num_layers || o.num_heads)) {
         auto or_small = [](int typed, int small) { return typed ? typed : small; };
         const ModelConfig& s = model_sizes[0];
@@ -494,7 +494,7 @@ static void check_checkpoint(int L) {
 }
 // Returns the modes of --mode, checked with each model and each precision of --precision. If one of
 // these has no flash, a flash that was typed is a usage_error, and the default flash becomes fused.
-vector<Mode> modes_of(const Options& o, const vector<ModelConfig>& configs) {
+vector<Mode> modes_of(const Options& o, const ModelConfigs& configs) {
     vector<Mode> modes;
     for (const string& name : o.mode) { modes.push_back(mode_from(name)); }
 
@@ -564,7 +564,7 @@ struct Setting {  // a precision and a mode, or what a table calls them
 
 struct Sweep {  // what a command runs at one context length
     Options o;
-    vector<ModelConfig> configs;
+    ModelConfigs configs;
     vector<Precision> precisions;
     vector<Mode> modes;
 

@@ -173,7 +173,7 @@ static Stats forward_in_trace(const Trace& trace) {
 
 // Times a phase by the clock, then traces it, and leaves both in r. If --trace asks for it, the
 // trace is kept in `traces`, too.
-static void profile_phase(ProfileRun& r, Phase phase, const Options& o, vector<Trace>& traces) {
+static void profile_phase(ProfileRun& r, Phase phase, const Options& o, Traces& traces) {
     ProfiledPhase& p = phase == FORWARD ? r.forward : r.step;
     auto measure = [&] {
         Model model = random_model(r.config, o.seed);
@@ -448,7 +448,7 @@ int cmd_nsys_profile(const Options& o) {
     context.precision = precisions_of(o)[0];
     context.mode = modes_of(o, configs)[0];
 
-    vector<Trace> traces;
+    Traces traces;
     ProfileRuns runs;
     for (const ModelConfig& config : configs) {
         set<int> lengths(o.context_lengths.begin(), o.context_lengths.end());
@@ -500,7 +500,7 @@ static string quoted(const string& text) {  // a byte that is no UTF-8 becomes U
 }
 // Writes the ranges as slices in their thread's row, and all work as slices in its stream's. The
 // slices of a row have to nest: work that overlaps other work of its stream goes to a further row.
-void write_trace(const string& path, const vector<Trace>& traces, const string& caption,
+void write_trace(const string& path, const Traces& traces, const string& caption,
                  const Communicator& c) {
     if (path.empty()) { return; }
     vector<string> events;

@@ -14,7 +14,6 @@
 // Backward: a block owns a tile of keys and does step 12 by atomic additions: 5 products where
 // flash_v1 and flash_v2 have 7, and sums in no fixed order.
 #include "flash.h"
-#include <cfloat>
 
 #ifdef __CUDACC__
 

@@ -38,16 +38,6 @@ string vstrprintf(const char* format, va_list arguments) {
     return text;
 }
 
-// The text that the format and the arguments of a function with `...` make. It is a macro, since
-// va_start has to stand in that function itself: a function that it called would start its own.
-#define FORMATTED(format)                              \
-    ({                                                 \
-        va_list arguments_;                            \
-        va_start(arguments_, format);                  \
-        string text_ = vstrprintf(format, arguments_); \
-        va_end(arguments_);                            \
-        text_;                                         \
-    })
 string strprintf(const char* format, ...) { return FORMATTED(format); }
 void fail(const char* format, ...) { throw Failure(1, FORMATTED(format)); }
 void usage_error(const char* format, ...) { throw Failure(2, FORMATTED(format)); }

@@ -5,6 +5,7 @@
 #pragma once
 #include <algorithm>
 #include <cerrno>
+#include <cfloat>
 #include <climits>
 #include <csignal>
 #include <cstdarg>
@@ -74,6 +75,16 @@ void note(const char* format, ...) PRINTF(1, 2);                      // prints 
 void progress(const char* format, ...) PRINTF(1, 2);  // the same, but at most one in 5 s
 string strprintf(const char* format, ...) PRINTF(1, 2);
 string vstrprintf(const char* format, va_list arguments);
+// The text that the format and the arguments of a function with `...` make. It is a macro, since
+// va_start has to stand in that function itself: a function that it called would start its own.
+#define FORMATTED(format)                              \
+    ({                                                 \
+        va_list arguments_;                            \
+        va_start(arguments_, format);                  \
+        string text_ = vstrprintf(format, arguments_); \
+        va_end(arguments_);                            \
+        text_;                                         \
+    })
 string list_of(const vector<string>& items);          // "a", "a and b", "a, b and c"
 string counted(const string& n, const string& what);  // "1 step", "2 steps"
 inline string counted(int64_t n, const string& what) { return counted(to_string(n), what); }
@@ -344,6 +355,7 @@ struct Trace {
     vector<TracedWork> work;     // in the order of their starts
     string no_kernels;           // says why `work` is empty; "" if kernels were traced
 };
+using Traces = vector<Trace>;
 void start_tracing();
 Trace stop_tracing();  // waits for the device, and returns what ran since start_tracing()
 
@@ -517,6 +529,9 @@ struct NoGrad : RestoreContext {  // within its scope nothing is recorded
 // Gives y a gradient and appends `backward` to the tape, if an input has a gradient. backward(dy)
 // adds to the inputs' gradients.
 void record(Tensor& y, const vector<Tensor>& inputs, function<void(const Tensor& dy)> backward);
+// Returns y, recorded so that its gradient is its input's: add_gradient casts that back, and sums
+// over what was broadcast.
+Tensor passes_gradient(Tensor y, const Tensor& a);
 // Adds dx to g; without g it does nothing. If it is the first, g shares dx's memory, unless it is a
 // parameter's, which copies.
 void add_gradient(const GradientPtr& g, const Tensor& dx);

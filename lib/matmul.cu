@@ -78,14 +78,14 @@ static cudaDataType_t cuda_type(DType t) {
 
 // Multiplies by cuBLAS, which is column-major: it sees every matrix of ours transposed. So it is
 // asked for C^T = op(B)^T op(A)^T: the operands change places, and nothing is moved.
-static void cublas_product(const Product& p, cublasHandle_t handle = cublas()) {
+static void cublas_product(const Product& p) {
     const Matrix &C = p.C, &A = p.A, &B = p.B;
     float alpha = (float)p.alpha, beta = (float)p.beta;
     cublasComputeType_t compute = context.precision == TF32 && A.dtype == F32
                                       ? CUBLAS_COMPUTE_32F_FAST_TF32
                                       : CUBLAS_COMPUTE_32F;
     auto multiply = [&](cublasGemmAlgo_t kernel) {
-        return cublasGemmStridedBatchedEx(handle, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
+        return cublasGemmStridedBatchedEx(cublas(), p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
                                           p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, (int)C.cols,
                                           (int)C.rows, (int)p.K, &alpha, B.data, cuda_type(B.dtype),
                                           (int)B.ld, B.batch_stride, A.data, cuda_type(A.dtype),
@@ -296,9 +296,7 @@ void add_gemm(const GradientPtr& g, const Tensor& a, bool ta, const Tensor& b, b
 // Returns a copy of t with a step of its own on the tape, which casts the gradient back. at: who
 // asked for it, for the memory log.
 static Tensor cast_copy(const Tensor& t, DType dtype, Category category, Source at) {
-    Tensor low = copy_as(t, dtype, category, at);
-    record(low, {t}, [g = t.gradient](const Tensor& dy) { add_gradient(g, dy); });
-    return low;
+    return passes_gradient(copy_as(t, dtype, category, at), t);
 }
 
 // Returns the parameter's 16-bit copy, as torch.autocast keeps it: made at the first use, with a

@@ -114,11 +114,7 @@ void print(const Table& table) {
 // Writes an answer on one line. On a terminal and in csv its letter has no asterisks, since nobody
 // renders Markdown there.
 void answer(const char* part, const char* format, ...) {
-    va_list arguments;
-    va_start(arguments, format);
-    string text = one_line(vstrprintf(format, arguments));
-    va_end(arguments);
-
+    string text = one_line(FORMATTED(format));
     bool plain = context.csv || (!printed_to && isatty(STDOUT_FILENO));
     string letter;
     if (*part) { letter = strprintf(plain ? "(%s) " : "**(%s)** ", part); }

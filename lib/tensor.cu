@@ -716,9 +716,7 @@ void copy_or_add(const Tensor& to, const Tensor& from, bool accumulate) {
 void scale_in_place(const Tensor& t, float s) { elementwise_into(Scale{s}, t, {t}); }
 void scale_in_place(const Tensor& t, const Tensor& s) { elementwise_into(Mul(), t, {t, s}); }
 
-// Records y, whose gradient is its input's: add_gradient casts it back, and sums over what was
-// broadcast.
-static Tensor passes_gradient(Tensor y, const Tensor& a) {
+Tensor passes_gradient(Tensor y, const Tensor& a) {
     record(y, {a}, [ga = a.gradient](const Tensor& dy) { add_gradient(ga, dy); });
     return y;
 }
