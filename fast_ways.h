@@ -1,4 +1,4 @@
-// fast_ways.h: AdamW on flat weights, which layers.cu and fast/adamw.cu share, and the tables by
+// fast_ways.h: what layers.cu and fast/ share: AdamW on flat weights, a sigmoid; and the tables by
 // which fast/ enters layers.cu, model.cu, ddp.cu and fsdp.cu. Read these files' plain ways first:
 // without fast/ they are all there is.
 #pragma once
@@ -38,6 +38,11 @@ using AdamWUpdate = void(const Tensor& p, const FlatGradients& gradients, const 
 AdamWUpdate adamw_eager;   // op by op
 AdamWUpdate adamw_plain;   // the plain loop, or on the GPU the plain kernel
 AdamWUpdate adamw_update;  // the fastest way that is there
+
+template <class A>
+HD inline A sigmoid_of(A a) {  // SwiGLU's
+    return 1 / (1 + exp(-a));
+}
 
 // -------------------------------------------------------------------------------------------------
 // The tables

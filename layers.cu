@@ -476,10 +476,6 @@ Tensor self_attention(const Layer& layer, const Tensor& y, const Tensor& rope, i
 //   da = dg b s (1 + a (1 - s)),  db = dg a s.
 // Fused: one product gives h = [a | b], [N,2F]; then 2 reads and 1 write.
 
-template <class A>
-HD inline A sigmoid_of(A a) {
-    return 1 / (1 + exp(-a));
-}
 template <class T>
 struct Swiglu {
     T* g;        // [N,F]

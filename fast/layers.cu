@@ -263,7 +263,6 @@ static void rotate_packed(const Tensor& qkv, const Tensor& q, const Tensor& k, c
 // -------------------------------------------------------------------------------------------------
 // SwiGLU
 
-__device__ inline float sigmoid_of(float a) { return 1 / (1 + exp(-a)); }
 // Computes a row of g per block.
 template <int W, class T>
 __global__ void __launch_bounds__(PACK_THREADS) swiglu_kernel(T* g,        // [N,F]

@@ -88,7 +88,7 @@ void cuda_check(cudaError_t error, const char* call, const char* file, int line)
     if (error == cudaSuccess) { return; }
     cudaGetLastError();  // takes the error away: the next LAUNCH_CHECK would report it as its own
     string what = strprintf("%s:%d: %s: %s", file, line, call, cudaGetErrorString(error));
-    if (error == cudaErrorMemoryAllocation) { throw OutOfMemory(0, what); }
+    if (error == cudaErrorMemoryAllocation) { throw OutOfMemory(what); }
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
         error == cudaErrorUnsupportedPtxVersion) {
         what +=
@@ -530,12 +530,10 @@ shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Sour
     } else if (bytes > 0) {
         memory->data = device == CUDA ? allocate_cuda(bytes) : allocate_cpu(bytes);
         if (!memory->data) {
-            throw OutOfMemory(
-                bytes,
-                strprintf(
-                    "out of memory on %s: %.2f GiB for %s, beside %.2f in use, with %.2f available",
-                    name_of(device), to_gib(bytes), name_of(category), to_gib(uses[device].now),
-                    to_gib(available_memory(device))));
+            throw OutOfMemory(strprintf(
+                "out of memory on %s: %.2f GiB for %s, beside %.2f in use, with %.2f available",
+                name_of(device), to_gib(bytes), name_of(category), to_gib(uses[device].now),
+                to_gib(available_memory(device))));
         }
     }
 

@@ -63,8 +63,7 @@ struct Failure : std::runtime_error {
     Failure(int exit_code, const string& what) : std::runtime_error(what), exit_code(exit_code) {}
 };
 struct OutOfMemory : Failure {
-    size_t bytes;  // the request that did not fit
-    OutOfMemory(size_t bytes, const string& what) : Failure(1, what), bytes(bytes) {}
+    OutOfMemory(const string& what) : Failure(1, what) {}
 };
 // The compiler checks the arguments from number `first` on against the format, argument number
 // `at`.

@@ -47,7 +47,7 @@ static Matrix matrix_of(const Tensor& t) {
 static void cublas_check(cublasStatus_t status, const char* call, int line) {
     if (status == CUBLAS_STATUS_SUCCESS) { return; }
     string what = strprintf("lib/matmul.cu:%d: %s: %s", line, call, cublasGetStatusString(status));
-    if (status == CUBLAS_STATUS_ALLOC_FAILED) { throw OutOfMemory(0, what + ": out of memory"); }
+    if (status == CUBLAS_STATUS_ALLOC_FAILED) { throw OutOfMemory(what + ": out of memory"); }
     throw Failure(1, what);
 }
 #define CUBLAS_CHECK(call) cublas_check(call, #call, __LINE__)

@@ -216,7 +216,7 @@ TEST_CASE("ddp: memory that is not there after all is a row of one process, not 
     o.context_length = 8;
     WayRun r{"one process"};
     run_way(r, Communicator(), o, [&](const Communicator&) {
-        if (context.device != META) { throw OutOfMemory(1, "none left"); }
+        if (context.device != META) { throw OutOfMemory("none left"); }
         Trainer t;
         t.model = random_model({"lm", 16, 16, 1, 1, 20}, 0);
         return t;

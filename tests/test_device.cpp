@@ -138,15 +138,10 @@ TEST_CASE_TEMPLATE("measure: an absurd size is OutOfMemory, and leaves no trace"
     Device d = D::device;
     MemoryUse before = memory_use(d);
     for (size_t bytes : {size_t(1) << 46, SIZE_MAX - 8}) {
-        size_t asked = 0;
         string what;
         try {
             allocate(d, bytes, ACTIVATIONS);
-        } catch (const OutOfMemory& e) {
-            asked = e.bytes;
-            what = e.what();
-        }
-        CHECK(asked == bytes);
+        } catch (const OutOfMemory& e) { what = e.what(); }
         CHECK(has(what, strprintf("out of memory on %s: %.2f GiB for activations", name_of(d),
                                   bytes / 1073741824.0)));
     }

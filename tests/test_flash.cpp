@@ -273,7 +273,7 @@ static Guarded guarded(int64_t B, int64_t H, int64_t T, int64_t D, DType dtype, 
 static void fill_with(const Guarded& g, const Tensor& values) { copy_or_add(g.t, values, false); }
 static bool guards_hold(const Guarded& g, float fill) {
     vector<float> v = to_floats(g.all);
-    int64_t edge = (g.t.data - g.all.data) / (int64_t)size_of(g.all.dtype), end = edge + g.t.size();
+    int64_t edge = (g.t.data - g.all.data) / size_of(g.all.dtype), end = edge + g.t.size();
     for (int64_t i = 0; i < (int64_t)v.size(); i++) {
         if ((i < edge || i >= end) && v[i] != fill) { return false; }
     }

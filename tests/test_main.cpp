@@ -343,7 +343,7 @@ TEST_CASE(
     Tensor x = require_gradient(from_floats({1}, {1}));
     auto breaks = [&] {
         square(x);
-        throw OutOfMemory(1, "no room");
+        throw OutOfMemory("no room");
     };
     CHECK(oom_cell(run_if_fits("row", size_t(3) << 29, breaks)) == "OOM (1.5 GiB)");
     CHECK(x.gradient->uses == 0);  // the tape is empty

@@ -48,7 +48,7 @@ static StepResult run_once(Setup& s, float loss_scale = 1) {
 // After backward, wherever it lies.
 static Tensor gradient_of(const Model& model, const Parameter& p) {
     for (const Tensor& t : model.slots) {
-        const int64_t begin = p.offset - (t.data - model.weights.data) / (int64_t)size_of(t.dtype);
+        const int64_t begin = p.offset - (t.data - model.weights.data) / size_of(t.dtype);
         if (t.gradient->filled && begin >= 0 && begin < t.size()) {
             return view(t.gradient->value, begin, p.shape);
         }

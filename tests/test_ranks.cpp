@@ -484,7 +484,7 @@ TEST_CASE("ranks: what reproduce runs does not outlive it") {
 TEST_CASE("ranks: a place that cannot be taken is not given back") {
     struct None : Places {
         int given = 0;
-        size_t take(size_t, void**) override { throw OutOfMemory(1, "no place"); }
+        size_t take(size_t, void**) override { throw OutOfMemory("no place"); }
         void give(size_t) override { given++; }
     };
     auto none = std::make_shared<None>();

@@ -35,7 +35,7 @@ TEST_CASE("safetensors: a round trip gives back every bit, name, shape and dtype
     context = Context();
     for (DType t : {U8, F16, F64, I32, BF16, F32}) {
         tensors.push_back(empty({3, 1, 5}, t));
-        for (size_t i = 0; i < 15 * size_of(t); i++) {
+        for (int64_t i = 0; i < 15 * size_of(t); i++) {
             tensors.back().data[i] = (char)(i * 37 + t);
         }
         out.push_back({name_of(t), describe(tensors.back())});
