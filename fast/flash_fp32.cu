@@ -108,7 +108,7 @@ DEVICE void fp32_load(Tile<N, D>& to, const Heads& x, int first) {
 // Adds A B^T to the sums: the dot products of the own rows with the rows of a tile.
 template <int R, int N, int D>
 DEVICE void fp32_dot(Part<R, N>& sums, const Tile<R * DOWN, D>& A, const Tile<N * ACROSS, D>& B) {
-#pragma unroll 8
+#pragma unroll 4
     for (int d = 0; d < D; d += 4) {
         Pack<float, 4> a[R];
         for (int r = 0; r < R; r++) { a[r] = load_pack<4>(&A.row[thread_row(r)][d]); }
@@ -148,7 +148,7 @@ DEVICE void fp32_add_rows(Part<R, COUNT>& sums, const Part<R, N>& A,
     }
     __syncwarp();
 
-#pragma unroll 8
+#pragma unroll 4
     for (int k = 0; k < K; k += 4) {
         Pack<float, 4> a[R];
         for (int r = 0; r < R; r++) { a[r] = load_pack<4>(&A_smem.row[thread_row(r)][k]); }
@@ -292,7 +292,7 @@ DEVICE void fp32_add_dq(const AttentionArgs& a, int q0,
     constexpr int Q = Bq / DOWN;
     int first = thread_y() * Q;
     Part<Q, D / ACROSS> dQ = {};
-#pragma unroll 8
+#pragma unroll 4
     for (int key = 0; key < M; key++) {
         auto ds = load_pack<Q>(&dS.row[key][first]);
         add_row(dQ, ds.x, K.row[key]);
