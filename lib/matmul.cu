@@ -78,14 +78,14 @@ static cudaDataType_t cuda_type(DType t) {
 
 // Multiplies by cuBLAS, which is column-major: it sees every matrix of ours transposed. So it is
 // asked for C^T = op(B)^T op(A)^T: the operands change places, and nothing is moved.
-static void cublas_product(const Product& p) {
+static void cublas_product(const Product& p, cublasHandle_t handle = cublas()) {
     const Matrix &C = p.C, &A = p.A, &B = p.B;
     float alpha = (float)p.alpha, beta = (float)p.beta;
     cublasComputeType_t compute = context.precision == TF32 && A.dtype == F32
                                       ? CUBLAS_COMPUTE_32F_FAST_TF32
                                       : CUBLAS_COMPUTE_32F;
     auto multiply = [&](cublasGemmAlgo_t kernel) {
-        return cublasGemmStridedBatchedEx(cublas(), p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
+        return cublasGemmStridedBatchedEx(handle, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
                                           p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, (int)C.cols,
                                           (int)C.rows, (int)p.K, &alpha, B.data, cuda_type(B.dtype),
                                           (int)B.ld, B.batch_stride, A.data, cuda_type(A.dtype),
