@@ -522,20 +522,20 @@ __device__ void v2_each(float (&x)[R][N][2], F f) {
     }
 }
 
-// Starts to copy rows [first, first + ROWS) to shared memory; those behind the last become
+// Starts to copy rows [first, first + ROWS) of head h to shared memory; those from `rows` on become
 // 0. A thread copies 16 bytes of each of its rows, in the same columns. At D = 80 10 of 16 threads
 // have columns.
 template <int D, int ROWS, class T>
 __device__ void v2_load(T* tile_smem,  // [ROWS,D + 8]
-                        const Heads& x, int first) {
+                        const Heads& x, int b, int h, int first, int rows) {
     constexpr int ACROSS = D == 80 ? 16 : D / 8, DOWN = V2_THREADS / ACROSS;
     static_assert(ROWS % DOWN == 0);
     int i = threadIdx.x / ACROSS, d = threadIdx.x % ACROSS * 8;
     if (d >= D) { return; }
 
-    const T* from = row_at<T>(x, first + i) + d;
+    const T* from = head_of<const T>(x, b, h) + (first + i) * x.row + d;
     tile_smem += i * v2_stride(D) + d;
-    int left = x.rows - first - i;
+    int left = rows - first - i;
 #pragma unroll
     for (int down = 0; down < ROWS; down += DOWN) {
         copy_16(tile_smem + down * v2_stride(D), from, down < left);
@@ -595,13 +595,14 @@ __device__ void v2_add_rows(float (&sums_rmem)[R][N][2],     // [8 R,8 N]
         }
     }
 }
-// Stores the blocks to those rows, from `first` on, that exist.
+// Stores the blocks to those rows of head h, from `first` on, that exist.
 template <class T, int R, int N>
-__device__ void v2_store(const float (&x_rmem)[R][N][2], const Heads& x, int first) {
+__device__ void v2_store(const float (&x_rmem)[R][N][2], const Heads& x, int b, int h, int first,
+                         int rows) {
     for (int r = 0; r < R; r++) {
         int i = first + v2_row(r);
-        if (i >= x.rows) { continue; }
-        T* row = row_at<T>(x, i);
+        if (i >= rows) { continue; }
+        T* row = head_of<T>(x, b, h) + i * x.row;
         for (int n = 0; n < N; n++) {
             *(uint32_t*)(row + v2_column(n, 0)) = pack<T>(x_rmem[r][n][0], x_rmem[r][n][1]);
         }
@@ -663,14 +664,14 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_forward_kernel(Attenti
     T* Q_smem = (T*)shared;             // [Bq,ROW]
     T* K_smem = Q_smem + Bq * ROW;      // [2,Bk,ROW]: tiles of even and of odd j
     T* V_smem = K_smem + 2 * Bk * ROW;  // [2,Bk,ROW]
-    move_to_head<T>(a, blockIdx.x);
+    int head = blockIdx.x, b = head / a.H, h = head % a.H;
     int q0 = (gridDim.y - 1 - blockIdx.y) * Bq;  // those that see most keys start first
     int own = threadIdx.x / WARP * 8 * R;        // the warp's first row of the tile
     auto load = [&](int j) {
-        v2_load<D, Bk>(K_smem + j % 2 * Bk * ROW, a.k, j * Bk);
-        v2_load<D, Bk>(V_smem + j % 2 * Bk * ROW, a.v, j * Bk);
+        v2_load<D, Bk>(K_smem + j % 2 * Bk * ROW, a.k, b, h, j * Bk, a.Tk);
+        v2_load<D, Bk>(V_smem + j % 2 * Bk * ROW, a.v, b, h, j * Bk, a.Tk);
     };
-    v2_load<D, Bq>(Q_smem, a.q, q0);
+    v2_load<D, Bq>(Q_smem, a.q, b, h, q0, a.Tq);
     load(0);
 
     float c = a.scale * LOG2_E;
@@ -702,11 +703,13 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_forward_kernel(Attenti
         l[r] += __shfl_xor_sync(0xffffffff, l[r], 1);
         l[r] += __shfl_xor_sync(0xffffffff, l[r], 2);
         int i = q0 + own + v2_row(r);
-        if (threadIdx.x % 4 == 0 && i < a.Tq) { a.L[i] = m[r] / LOG2_E + logf(l[r]); }
+        if (threadIdx.x % 4 == 0 && i < a.Tq) {
+            a.L[(int64_t)head * a.Tq + i] = m[r] / LOG2_E + logf(l[r]);
+        }
         l[r] = 1 / l[r];
     }
     v2_each(O_rmem, [&](float& o, int r, int, int) { o *= l[r]; });
-    v2_store<T>(O_rmem, a.o, q0 + own);
+    v2_store<T>(O_rmem, a.o, b, h, q0 + own, a.Tq);
 }
 
 // Writes dQ: a block owns queries, and the keys that they see pass.
@@ -719,18 +722,20 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dq_kernel(AttentionArg
     T* dO_smem = Q_smem + Bq * ROW;     // [Bq,ROW]
     T* K_smem = dO_smem + Bq * ROW;     // [2,Bk,ROW]: tiles of even and of odd j
     T* V_smem = K_smem + 2 * Bk * ROW;  // [2,Bk,ROW]
-    move_to_head<T>(a, blockIdx.x);
+    int head = blockIdx.x, b = head / a.H, h = head % a.H;
     int q0 = (gridDim.y - 1 - blockIdx.y) * Bq;  // those that see most keys start first
     int own = threadIdx.x / WARP * 8 * R;        // the warp's first row of the tile
     auto load = [&](int j) {
-        v2_load<D, Bk>(K_smem + j % 2 * Bk * ROW, a.k, j * Bk);
-        v2_load<D, Bk>(V_smem + j % 2 * Bk * ROW, a.v, j * Bk);
+        v2_load<D, Bk>(K_smem + j % 2 * Bk * ROW, a.k, b, h, j * Bk, a.Tk);
+        v2_load<D, Bk>(V_smem + j % 2 * Bk * ROW, a.v, b, h, j * Bk, a.Tk);
     };
-    v2_load<D, Bq>(Q_smem, a.q, q0);
-    v2_load<D, Bq>(dO_smem, a.dO, q0);
+    v2_load<D, Bq>(Q_smem, a.q, b, h, q0, a.Tq);
+    v2_load<D, Bq>(dO_smem, a.dO, b, h, q0, a.Tq);
     load(0);
     BackwardQuery query[R];
-    for (int r = 0; r < R; r++) { query[r] = a.queries[q0 + own + v2_row(r)]; }
+    for (int r = 0; r < R; r++) {
+        query[r] = a.queries[(int64_t)head * a.query_rows + q0 + own + v2_row(r)];
+    }
 
     float c = a.scale * LOG2_E;
     float dQ_rmem[R][D / 8][2] = {};
@@ -754,7 +759,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dq_kernel(AttentionArg
         v2_add_rows(dQ_rmem, dP_rmem, K_j);  // step 12, but for the scale
     }
     v2_each(dQ_rmem, [&](float& dq, int, int, int) { dq *= a.scale; });
-    v2_store<T>(dQ_rmem, a.dq, q0 + own);
+    v2_store<T>(dQ_rmem, a.dq, b, h, q0 + own, a.Tq);
 }
 
 // Writes dK and dV: a block owns keys, and the queries that see them pass. S and dP are transposed,
@@ -769,17 +774,20 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dkv_kernel(AttentionAr
     T* Q_smem = V_smem + Bk * ROW;       // [2,Bq,ROW]: tiles of even and of odd i
     T* dO_smem = Q_smem + 2 * Bq * ROW;  // [2,Bq,ROW]
     BackwardQuery* query_smem = (BackwardQuery*)(dO_smem + 2 * Bq * ROW);  // [2,Bq]
-    move_to_head<T>(a, blockIdx.x);
+    int head = blockIdx.x, b = head / a.H, h = head % a.H;
     int k0 = blockIdx.y * Bk;
     int own = threadIdx.x / WARP * 8 * R;  // the warp's first row of the tile
     auto load = [&](int i) {
-        v2_load<D, Bq>(Q_smem + i % 2 * Bq * ROW, a.q, i * Bq);
-        v2_load<D, Bq>(dO_smem + i % 2 * Bq * ROW, a.dO, i * Bq);
+        v2_load<D, Bq>(Q_smem + i % 2 * Bq * ROW, a.q, b, h, i * Bq, a.Tq);
+        v2_load<D, Bq>(dO_smem + i % 2 * Bq * ROW, a.dO, b, h, i * Bq, a.Tq);
         int two = 2 * threadIdx.x;  // queries have 16 bytes
-        if (two < Bq) { copy_16(query_smem + i % 2 * Bq + two, a.queries + i * Bq + two, true); }
+        if (two < Bq) {
+            copy_16(query_smem + i % 2 * Bq + two,
+                    a.queries + (int64_t)head * a.query_rows + i * Bq + two, true);
+        }
     };
-    v2_load<D, Bk>(K_smem, a.k, k0);
-    v2_load<D, Bk>(V_smem, a.v, k0);
+    v2_load<D, Bk>(K_smem, a.k, b, h, k0, a.Tk);
+    v2_load<D, Bk>(V_smem, a.v, b, h, k0, a.Tk);
     int first = a.causal ? k0 / Bq : 0;
     if (first * Bq < a.Tq) { load(first); }
 
@@ -808,8 +816,8 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dkv_kernel(AttentionAr
     }
     await_copies();  // where no query sees these keys, K and V are still on their way
     v2_each(dK_rmem, [&](float& dk, int, int, int) { dk *= a.scale; });
-    v2_store<T>(dK_rmem, a.dk, k0 + own);
-    v2_store<T>(dV_rmem, a.dv, k0 + own);
+    v2_store<T>(dK_rmem, a.dk, b, h, k0 + own, a.Tk);
+    v2_store<T>(dV_rmem, a.dv, b, h, k0 + own, a.Tk);
 }
 
 // Launches a kernel whose blocks own OWN rows each of `rows`.
