@@ -368,7 +368,8 @@ def buffers(name):
     last = len(units) - 1
     def bar(y, begin, end, i, text):
         axis.barh(y, end - begin, 0.8, begin, color=shades[i], ec="white", lw=1)
-        axis.text((begin + end) / 2, y, text, ha="center", va="center", fontsize=13 if end - begin > 0.9 else 9,
+        short = {"emb": "e", "head": "h"}.get(text, text[-1])  # all labels have one size
+        axis.text((begin + end) / 2, y, text if end - begin > 0.9 else short, ha="center", va="center",
                   color="white" if i > 2 else "black")
     gathers = [(0, 0)]  # (begin, unit), in order
     bar(1, 0, 0.6, 0, "emb")
