@@ -60,6 +60,7 @@ NEEDED := -std=c++17 -fno-math-errno -fopenmp -Wall -Wextra $(if $(WERROR),-Werr
 ASAN_FLAGS := -O1 -g1 -fno-pie -no-pie -fsanitize=address,undefined -fno-sanitize=vptr,null -fno-sanitize-recover=all \
 	-fno-omit-frame-pointer
 SANITIZE := $(if $(ASAN),$(ASAN_FLAGS),$(if $(TSAN),-O1 -g1 -fsanitize=thread))
+PHASE := -c  # with nvcc also -fatbin: the cards' code alone
 DEFINES = $(if $(HAVE_OPENBLAS),-DHAVE_OPENBLAS)
 LIBS = $(if $(HAVE_OPENBLAS),-lopenblas) $(if $(HAVE_GLOO),-lgloo -lpthread) -ldl
 
@@ -124,7 +125,7 @@ $(TEST_RUN): $(TEST_OBJECTS) $(REST)
 $(BUILD)/%.o: %.cu $(BUILD)/config.mk
 	$(call say,$<)
 	@mkdir -p $(@D)
-	$(Q)$(COMPILE_CU) -I. $(DEFINES) -MMD -MP -MF $(@:.o=.d) -c -o $@ $< $(if $(WERROR),2>$@.log || { cat $@.log >&2; false; })
+	$(Q)$(COMPILE_CU) -I. $(DEFINES) -MMD -MP -MF $(@:.o=.d) $(PHASE) -o $@ $< $(if $(WERROR),2>$@.log || { cat $@.log >&2; false; })
 $(BUILD)/%.o: tests/%.cpp $(BUILD)/config.mk
 	$(call say,$<)
 	$(Q)$(COMPILE_CU) $(TEST_FLAGS) -I. -Itests $(DEFINES) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
