@@ -146,7 +146,7 @@ vector<double> to_doubles(const Tensor& t) {
     NoGrad no_grad;
     Tensor c = to_device(contiguous(t), CPU);
     vector<double> values(c.size());
-    for (int64_t i = 0; i < c.size(); i++) { values[i] = load<double>(c.data, c.dtype, i); }
+    for (size_t i = 0; i < values.size(); i++) { values[i] = load<double>(c.data, c.dtype, i); }
     return values;
 }
 vector<float> to_floats(const Tensor& t) {
