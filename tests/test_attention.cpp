@@ -65,9 +65,11 @@ TEST_CASE("pass_times holds what naive attention saves, and not its peak") {
     CHECK(t.held == before + saved_by_naive(8, 256, 32));
 }
 
+string check_quick(vector<string> words, vector<string> says);  // of test_flash.cpp
+
 TEST_CASE("pytorch_attention names the smallest power of 2 that does not fit") {
     begin<OnCPU>();
-    const string text = run_cs336({"pytorch_attention", "--device", "cpu", "--quick"}).out;
+    const string text = check_quick({"pytorch_attention", "--steps", "1"}, {"At backward's peak"});
     int S = 0;
     double needs = 0, has_GiB = 0;
     const size_t at = text.find("(doubling S, predicted), S ");

@@ -379,9 +379,9 @@ static const vector<AttentionCase> seed_cases = {
     {1, 2, 1, 1, 16, true},     {1, 2, 33, 33, 16, true},  {2, 1, 65, 65, 32, true},
     {1, 1, 31, 100, 80, false}, {1, 1, 100, 31, 80, true}, {1, 1, 130, 130, 64, false},
     {1, 1, 63, 200, 128, true}};
-TEST_CASE_TEMPLATE("flash: the bounds hold for 32 seeds", D, OnCPU, OnCUDA) {
+TEST_CASE_TEMPLATE("flash: the bounds hold for many seeds", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    check_shares(seed_cases, 32);
+    check_shares(seed_cases, D::device == CPU ? 8 : 32);  // the CPU adds in one order only
 }
 TEST_CASE_TEMPLATE("flash: the bounds hold for 1000 seeds" * doctest::skip(), D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
@@ -542,7 +542,7 @@ TEST_CASE("flash: a WRONG row fails flash_forward and flash_backward, and leaves
 
 TEST_CASE_TEMPLATE("flash: long sequences", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    check_all({1, 2, 1000, 1000, 64}, true);
+    check_all({1, 1, 1000, 1000, 64}, true);
     check_all({1, 1, 700, 1000, 32}, false);
     if (D::device == CUDA) {
         check_all({1, 1, 4097, 4097, 64}, true);
@@ -634,8 +634,10 @@ TEST_CASE_TEMPLATE("flash: what is not finite in the reference is so in every im
     for (DType dtype : low_types) {
         for (int head : {16, 32, 64, 80, 128}) {
             if (D::device == CPU && head != 16 && !(head == 80 && dtype == F32)) { continue; }
-            // 140: more than one tile of queries, and of keys; the last ones are not full.
-            const Inputs clean = random_inputs({1, 2, 140, 140, head, false}, dtype, 1);
+            // 140: more than one tile of queries, and of keys; the last ones are not full. In 16
+            // bits the CPU has no tiles.
+            const int T = D::device == CPU && dtype != F32 ? 40 : 140;
+            const Inputs clean = random_inputs({1, 2, T, T, head, false}, dtype, 1);
             for (float value : {NAN, INFINITY}) {
                 check_not_finite(clean, value,
                                  strprintf("%s, D %d, %f", name_of(dtype), head, value));
@@ -865,30 +867,30 @@ TEST_CASE("answers: flash_leaderboard") {
     }
 }
 
+// Runs the command with --quick on the CPU, checks what it says and how wide its tables are, and
+// returns what it prints.
+string check_quick(vector<string> words, vector<string> says) {
+    words.insert(words.end(), {"--device", "cpu", "--quick"});
+    const Run r = run_cs336(words);
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    says.push_back("; sizes of --quick\n");
+    for (const string& phrase : says) { CHECK_MESSAGE(has(r.out, phrase), phrase, " in: ", r.out); }
+    for (const string& status : column(r.out, "status")) { CHECK(status != "WRONG"); }
+    for (size_t at = 0; (at = r.out.find("\n|", at)) != string::npos; at++) {
+        CHECK(r.out.find('\n', at + 1) - at <= 121);
+    }
+    return r.out;
+}
 TEST_CASE("answers: the commands of sections 1.2 and 1.3, --quick") {
     const string pass = "All 56 checks pass: no error is above 0.";
     const std::map<string, vector<string>> phrases = {
-        {"pytorch_attention", {"At backward's peak"}},
         {"weighted_sum", {"of the largest x: it moves"}},
         {"flash_forward", {pass, "**(c)** A masked score"}},
         {"flash_backward", {pass, "Backward computes P again"}},
-        {"flash_benchmarking", {"12 configurations that fit"}},
+        {"flash_benchmarking", {"8 configurations that fit"}},
         {"flash_leaderboard", {"\n| tiled "}},
     };
-    for (auto [command, says] : phrases) {
-        vector<string> words = {command, "--device", "cpu", "--quick"};
-        if (command == "pytorch_attention") { words.insert(words.end(), {"--steps", "1"}); }
-        Run r = run_cs336(words);
-        REQUIRE_MESSAGE(r.exit_code == 0, r.err);
-        says.push_back("; sizes of --quick\n");
-        for (const string& phrase : says) {
-            CHECK_MESSAGE(has(r.out, phrase), phrase, " in: ", r.out);
-        }
-        for (const string& status : column(r.out, "status")) { CHECK(status != "WRONG"); }
-        for (size_t at = 0; (at = r.out.find("\n|", at)) != string::npos; at++) {
-            CHECK(r.out.find('\n', at + 1) - at <= 121);
-        }
-    }
+    for (const auto& [command, says] : phrases) { check_quick({command}, says); }
 }
 
 TEST_CASE("answers: flash_leaderboard times those with tiles, and any other by its name") {
