@@ -323,14 +323,15 @@ static vector<string> of_small_model(vector<string> words) {
 }
 TEST_CASE("ddp: benchmarking commands") {
     if (lacks("gloo", CPU, 2)) { return; }
-    Run r =
-        run_cs336({"ddp_bucketed_benchmarking", "--device", "cpu", "--bucket_size_mb", "0.5,100"});
+    Run r = run_cs336({"ddp_bucketed_benchmarking", "--device", "cpu", "--vocab_size", "1000",
+                       "--bucket_size_mb", "0.5,100"});
     INFO(r.out << r.err);
     CHECK(r.exit_code == 0);
     CHECK(has(r.out, "sizes of --quick where none is typed"));
-    CHECK(has(r.out,
-              "size custom (3.61 million parameters, 0.0144 GB; d_model 128, d_ff 512, 4 layers, 4 "
-              "heads, "));
+    CHECK(
+        has(r.out,
+            "size custom (1.306 million parameters, 0.00522 GB; d_model 128, d_ff 512, 4 layers, 4 "
+            "heads, "));
     CHECK(has(r.out, "\n**(b)** "));
     CHECK(has(r.out, "| one process "));
     CHECK(has(r.err, "\nnaive: Step 3/3: "));
