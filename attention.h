@@ -28,7 +28,8 @@ template <class T>
 HD inline T* head_of(const Heads& x, int b, int h) {
     return (T*)x.data + b * x.batch + h * x.head;
 }
-// Returns the address of a row of the first head: of this head, after move_to_head.
+// Returns the address of row i of the first head or, once move_to_head (below) has moved x, of that
+// head.
 template <class T>
 HD inline T* row_at(const Heads& x, int i) {
     return (T*)x.data + i * x.row;

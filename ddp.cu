@@ -288,7 +288,7 @@ bool same_bits_everywhere(const Communicator& c, const Tensor& t) {
     return everywhere(c, mine == gather<uint64_t>(c, {mine})[0]);
 }
 
-// Prints the table and its answer on rank 0, and fails on all ranks if a row differs on one.
+// Prints the table and its answer, and fails on all ranks if a row differs on one.
 void print_checks(const Communicator& c, const Options& options, int steps, const char* setting,
                   const vector<WeightsCheck>& checks) {
     Table table{strprintf("%s: weights after each of %d steps; World size: %d, Batch size: %d; %s; "
@@ -591,7 +591,7 @@ static void run_strategy(const Communicator& c, const Options& options, const Mo
 }
 
 // Times one process with the whole batch and, on the CPU, all cores. It runs in rank 0; the other
-// ranks wait.
+// ranks wait, and their result is empty.
 static WayRun single_process(const Communicator& c, Options options, const ModelConfig& config) {
     WayRun run{"one process"};
     if (c.rank == 0) {

@@ -39,8 +39,9 @@ AdamWUpdate adamw_eager;   // op by op
 AdamWUpdate adamw_plain;   // the plain loop, or on the GPU the plain kernel
 AdamWUpdate adamw_update;  // the fastest way that is there
 
+// SwiGLU's sigmoid, for layers.cu and fast/layers.cu.
 template <class A>
-HD inline A sigmoid_of(A a) {  // SwiGLU's
+HD inline A sigmoid_of(A a) {
     return 1 / (1 + exp(-a));
 }
 

@@ -73,8 +73,8 @@ AttentionArgs args_of(const AttentionTensors& t) {
 
 constexpr int CPU_BQ = 64, CPU_BK = 128;  // with D = 64: Q, K, V, S and O tiles take 128 KiB
 
-// A tile of S: M queries from q0 on and N keys from k0 on, of a's head. It is stored as M rows of
-// CPU_BK numbers.
+// A tile of S: M queries from q0 on and N keys from k0 on, of the head that `a` was moved to. It is
+// stored as M rows of CPU_BK numbers.
 struct TileOfS {
     const AttentionArgs& a;
     int q0, M, k0, N;
@@ -443,8 +443,8 @@ constexpr auto flash_v1_backward = flash_v1_forward;
 
 // -------------------------------------------------------------------------------------------------
 // 1.3.2 flash_forward (b) and flash_backward, flash_v2: the same steps on tensor cores. Its kernels
-// are flash_v1's; v2_dot and v2_add_rows stand where v1_dot and v1_add_rows stood. What changes,
-// and why it is faster:
+// are flash_v1's, but find their head without move_to_head, which cost forward 5 %; v2_dot and
+// v2_add_rows stand where v1_dot and v1_add_rows stood. What changes, and why it is faster:
 //   - mma multiplies a 16x16 by a 16x8 matrix in one instruction of a warp, 2048 multiplications.
 //     All its matrices lie in the warp's registers.
 //   - A warp owns R blocks of 8 rows, 16 or 32 rows, where it owned one. What it reads of a passing

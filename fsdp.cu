@@ -740,12 +740,11 @@ static void leaderboard(Options options, const Communicator& c) {
     };
     run_way(run, c, options, trainer_of(options), see, options.batch_size);
 
-    print_leaderboard(
-        run,
+    const string caption =
         caption_of(options, config, c) +
-            strprintf(
-                "; causal; a sequence per backward; %.4g FLOP per step without what runs again",
-                run.flops));
+        strprintf("; causal; a sequence per backward; %.4g FLOP per step without what runs again",
+                  run.flops);
+    print_leaderboard(run, caption);
     if (run.oom) { fail_without_step(run); }
     answer_leaderboard(run);
 }

@@ -498,6 +498,7 @@ static void book(const Memory* m, bool comes) {
 
 static shared_ptr<Places> places;  // allocate_in's
 
+// Runs f, and gives back the places that were in use before, also where f throws.
 void allocate_in(const shared_ptr<Places>& use, const Job& f) {
     struct RestorePlaces {
         shared_ptr<Places> before = places;

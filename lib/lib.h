@@ -29,7 +29,8 @@
 #include <omp.h>
 #include <unistd.h>
 
-// Names of the standard library that stand on every page.
+// Names of the standard library that stand on every page. Of max and min CUDA has its own, too,
+// which take mixed types: where types differ, name the one that is meant, as in max<float>.
 using std::function;
 using std::make_shared;
 using std::map;
@@ -42,7 +43,7 @@ using std::shared_ptr;
 using std::string;
 using std::to_string;
 using std::vector;
-using Job = function<void()>;
+using Job = function<void()>;  // work to run, now or later
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
@@ -174,7 +175,7 @@ struct Context {  // the settings that PyTorch keeps globally, too
     int head_chunk = 0;        // rows of the logits that the loss makes at a time; 0: all
     bool each_launch = false;  // no CUDA graph may hide launches from a trace, or a part's marks
     bool csv = false;          // print csv, not Markdown
-    bool silent = false;       // print nothing: rank 0 does, for all
+    bool silent = false;       // print(), answer() and sketch() do nothing: rank 0 writes for all
     const char* sizes = "";    // "; sizes of --quick", for origin()
 };
 extern Context context;
@@ -522,7 +523,7 @@ struct Gradient {
 };
 using GradientPtr = shared_ptr<Gradient>;
 
-struct NoGrad : RestoreContext {  // within its scope nothing is recorded
+struct NoGrad : RestoreContext {  // within its scope nothing is recorded; then all is as before
     NoGrad() { context.recording = false; }
 };
 // Gives y a gradient and appends `backward` to the tape, if an input has a gradient. backward(dy)
@@ -548,7 +549,7 @@ void recompute_by(const Tensor& y, const function<Tensor()>& again);
 void backward(const Tensor& loss, float scale = 1);
 void backward_from(const Tensor& y, const Tensor& dy);  // the same, from any y with gradient dy
 void clear_tape();
-using UnaryOp = Tensor(const Tensor& a);
+using UnaryOp = Tensor(const Tensor& a);  // exp, log, ...; function<UnaryOp> also holds a lambda
 // Gradient checkpointing (Chen et al., 2016): returns f(x), and keeps nothing but x for backward,
 // which runs f again and records it then. f may use no tensor with a gradient but x and parameters.
 // It may itself call checkpoint().

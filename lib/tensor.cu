@@ -127,8 +127,9 @@ HD auto with_elements(const char* data, DType t, const F& f) {
         case F16: return f((fp16*)data);
         case F64: return f((double*)data);
         case I32: return f((int*)data);
-        default: return f((uint8_t*)data);
+        case U8: break;
     }
+    return f((uint8_t*)data);
 }
 // Reads element i, whatever its dtype, as the type A that arithmetic runs in: float, or double for
 // F64 tensors (on the CPU only).
@@ -599,7 +600,7 @@ HD inline void load_some(A (&x)[W], const Operand& o, int64_t step, int64_t at) 
         }
     });
 }
-// Writes W neighbours. They lie side by side: fits_packs() has looked.
+// Writes W neighbours. If W > 1 they lie side by side: fits_packs() has looked.
 template <int W, class A>
 HD inline void store_some(const Operand& o, int64_t at, const A (&x)[W]) {
     with_elements(o.data, o.dtype, [&](auto* elements) {
@@ -790,6 +791,7 @@ Tensor rsqrt(const Tensor& a) {
 }
 Tensor sqrt(const Tensor& a) { return recorded(Sqrt(), SqrtBackward(), KEEPS_Y, a); }
 Tensor sigmoid(const Tensor& a) { return recorded(Sigmoid(), SigmoidBackward(), KEEPS_Y, a); }
+// Backward: dy where y is not 0.
 Tensor relu(const Tensor& a) { return recorded(Relu(), Where{0}, KEEPS_Y, a); }
 Tensor log(const Tensor& a) { return recorded(Log(), LogBackward(), KEEPS_X, fp32_operand(a)); }
 Tensor square(const Tensor& a) {

@@ -377,11 +377,11 @@ static void check_shares(const vector<AttentionCase>& cases, int seeds) {
 }
 static const vector<AttentionCase> seed_cases = {
     {1, 2, 1, 1, 16, true},     {1, 2, 33, 33, 16, true},  {2, 1, 65, 65, 32, true},
-    {1, 1, 31, 100, 80, false}, {1, 1, 100, 31, 80, true}, {1, 1, 130, 130, 64, false},
-    {1, 1, 63, 200, 128, true}};
-TEST_CASE_TEMPLATE("flash: the bounds hold for many seeds", D, OnCPU, OnCUDA) {
+    {1, 1, 31, 100, 80, false}, {1, 1, 100, 31, 80, true}, {1, 1, 130, 130, 16, false},
+    {1, 1, 40, 140, 128, true}};
+TEST_CASE_TEMPLATE("flash: the bounds hold for 32 seeds", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    check_shares(seed_cases, D::device == CPU ? 8 : 32);  // the CPU adds in one order only
+    check_shares(seed_cases, 32);
 }
 TEST_CASE_TEMPLATE("flash: the bounds hold for 1000 seeds" * doctest::skip(), D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
