@@ -2,8 +2,8 @@
 
 Each case forks its ranks. What they give is compared with the same steps on the whole batch here. A rank that hangs is
 ended, and its place is said. The interfaces are those of the course's tests, 2025's and 2026's."""
-import contextlib, copy, datetime, faulthandler, functools, gc, glob, inspect, math, multiprocessing, os, pickle, re
-import sys, tempfile, time
+import contextlib, copy, datetime, faulthandler, functools, gc, inspect, math, multiprocessing, os, pathlib, pickle
+import re, sys, tempfile, time
 from multiprocessing import connection
 import torch
 import torch._dynamo  # optimizers import it, which takes a second; so it is here before the ranks are forked
@@ -40,23 +40,23 @@ class Watch(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def rank_main(work, rank, world, folder, seconds, pipe):
-    log = os.open(os.path.join(folder, f"log{rank}"), os.O_WRONLY | os.O_CREAT)
-    os.dup2(log, 1), os.dup2(log, 2)
-    faulthandler.dump_traceback_later(seconds - 1, file=open(os.path.join(folder, f"where{rank}"), "w"))
+def rank_main(work, rank, world, folder, seconds):
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1), os.dup2(null, 2)
+    faulthandler.dump_traceback_later(seconds - 1, file=open(folder / f"where{rank}", "w"))
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:
-        store, limit = dist.FileStore(os.path.join(folder, "store"), world), datetime.timedelta(seconds=seconds + 5)
+        store, limit = dist.FileStore(str(folder / "store"), world), datetime.timedelta(seconds=seconds + 5)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-        with Watch(os.path.join(folder, f"sent{rank}")) as watch: result = work(rank, world, watch)
+        with Watch(folder / f"sent{rank}") as watch: result = work(rank, world, watch)
     except Usage as e: result = e
     except BaseException as e:
         gloo = re.search("CUDA|AVG|nccl", str(e), re.I)
         more = "; the ranks are on the CPU over Gloo, as in the public tests" if gloo else ""
         result = Usage(f"rank {rank} {check.raised(e)}{more}", check.NOT_YET if check.not_written(e) else check.CANNOT)
-    pipe.send_bytes(pickle.dumps((time.time(), result)))
+    (folder / f"result{rank}").write_bytes(pickle.dumps((time.time(), result)))
     with contextlib.suppress(Exception):
         if not isinstance(result, Usage): dist.barrier()
     os._exit(0)
@@ -65,49 +65,36 @@ def rank_main(work, rank, world, folder, seconds, pipe):
 def on_ranks(work, world, seconds):
     """[what work(rank) returned]; Usage: what a rank raised first, or where it hung."""
     sys.stdout.flush()
-    fork, pipes, ranks, results = multiprocessing.get_context("fork"), {}, [], {}
     gc.collect()
     gc.freeze()  # a rank's garbage collector passes over what is here already
-    with tempfile.TemporaryDirectory() as folder:
-        for rank in range(world):
-            pipe, end_of_rank = fork.Pipe(duplex=False)
-            pipes[pipe] = rank
-            ranks.append(fork.Process(target=rank_main, args=(work, rank, world, folder, seconds, end_of_rank)))
-            ranks[rank].start()
-            end_of_rank.close()
+    with tempfile.TemporaryDirectory() as name:
+        fork, folder, results = multiprocessing.get_context("fork"), pathlib.Path(name), {}
+        ranks = [fork.Process(target=rank_main, args=(work, rank, world, folder, seconds)) for rank in range(world)]
+        for rank in ranks: rank.start()
         gc.unfreeze()
-        end = time.monotonic() + seconds
-        while pipes:
-            ready = connection.wait(list(pipes), max(0, end - time.monotonic()))
-            if not ready: break
-            for pipe in ready:
-                rank = pipes.pop(pipe)
-                with contextlib.suppress(EOFError): results[rank] = pickle.loads(pipe.recv_bytes())
-                if rank in results and not isinstance(results[rank][1], Usage): continue
-                end = min(end, time.monotonic() + 1)  # the others wait in vain
+        ended = connection.wait([rank.sentinel for rank in ranks], seconds)
+        for rank in ranks: rank.join(1 if ended else 0)  # where one has ended, the others end soon, or wait in vain
+        alive = [rank.is_alive() for rank in ranks]
         for rank in ranks:
             rank.kill()
             rank.join()
-        return what_came(folder, ranks, results, list(pipes.values()))
-
-
-def what_came(folder, ranks, results, hanging):
-    failures = [(at, result) for at, result in results.values() if isinstance(result, Usage)]
-    if len(results) == len(ranks) and not failures: return [results[rank][1] for rank in range(len(ranks))]
-    sent = [open(path).read().splitlines() for path in sorted(glob.glob(os.path.join(folder, "sent*")))]
-    for n, texts in enumerate(zip(*sent), 1):
-        for rank, text in enumerate(texts):
-            if text == texts[0]: continue
+        for rank in range(world):  # there is no file, or a part of one, of a rank that was ended
+            with contextlib.suppress(Exception): results[rank] = pickle.loads((folder / f"result{rank}").read_bytes())
+        failures = [(at, result) for at, result in results.values() if isinstance(result, Usage)]
+        if len(results) == world and not failures: return [results[rank][1] for rank in range(world)]
+        sent = [path.read_text().splitlines() for path in sorted(folder.glob("sent*"))]
+        for n, texts in enumerate(zip(*sent), 1):
+            if len(set(texts)) == 1: continue
+            rank, text = next((rank, text) for rank, text in enumerate(texts) if text != texts[0])
             raise Usage(f"the ranks do not send the same in the same order: collective {n} is {texts[0]} on rank 0, "
                         f"and {text} on rank {rank}", "fails")
-    if failures: raise min(failures, key=lambda failure: failure[0])[1]
-    for rank in range(len(ranks)):
-        if rank in results or rank in hanging: continue
-        raise Usage(f"rank {rank} ended by signal {-ranks[rank].exitcode}: do the ranks send different sizes?")
-    with open(os.path.join(folder, f"where{hanging[0]}")) as f:
-        frames = re.findall(r'File "(.*)", line (\d+) in (\w+)', f.read())
-    ended = f", while rank {min(results)} has ended" if results else ""
-    raise Usage(f"rank {hanging[0]} hangs{check.place_of(frames[::-1])}{ended}", "hangs")
+        if failures: raise min(failures, key=lambda failure: failure[0])[1]
+        hanging = [rank for rank in range(world) if alive[rank] and rank not in results]
+        for rank in set(range(world)) - {*results, *hanging}:
+            raise Usage(f"rank {rank} ended by signal {-ranks[rank].exitcode}: do the ranks send different sizes?")
+        frames = re.findall(r'File "(.*)", line (\d+) in (\w+)', (folder / f"where{hanging[0]}").read_text())
+        ended = f", while rank {min(results)} has ended" if results else ""
+        raise Usage(f"rank {hanging[0]} hangs{check.place_of(frames[::-1])}{ended}", "hangs")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -146,19 +133,12 @@ def full_weights(yours, wrapper):
 # ----------------------------------------------------------------------------------------------------------------------
 # Models and data
 
-class Late(torch.autograd.Function):
+wait_once = functools.cache(functools.partial(time.sleep, 0.3))
+
+
+def be_late(layer, inputs):
     """Rank 1's first backward stops here for a while, so that rank 0 is through before what lies below is sent."""
-    slept = False
-
-    @staticmethod
-    def forward(ctx, x): return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        if dist.is_initialized() and dist.get_rank() == 1 and not Late.slept:
-            Late.slept = True
-            time.sleep(0.3)
-        return g
+    if dist.is_initialized() and dist.get_rank() == 1: inputs[0].register_hook(lambda g: wait_once())
 
 
 class Toy(nn.Module):
@@ -170,22 +150,15 @@ class Toy(nn.Module):
         if case == "frozen parameters": self.fixed = nn.Parameter(torch.randn(8), requires_grad=False)
         if case == NO_GRADIENT: self.unused = nn.Linear(8, 8)
         if case == "a buffer": self.register_buffer("shift", torch.randn(8))
-        self.late = case == "a late rank"
 
     def forward(self, x):
         for name in ("fixed", "shift"): x = x + getattr(self, name, 0)
         for layer in self.fc[:-1]: x = x + layer(x).tanh()
-        return self.fc[-1](Late.apply(x) if self.late else x)
+        return self.fc[-1](x)
 
 
-class OwnRMSNorm(nn.Module):
-    def __init__(self, d_model):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(d_model))
-
-    def forward(self, x):
-        y = x.float()
-        return (y * (y.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * self.weight).to(x.dtype)
+class OwnRMSNorm(nn.RMSNorm):
+    def forward(self, x): return super().forward(x.float()).to(x.dtype)
 
 
 @functools.cache
@@ -194,29 +167,30 @@ def course_layers():
     try: from cs336_basics import model
     except Exception:
         check.note("cs336_basics is not there: the model is made of nn.Embedding and nn.Linear")
-        return nn.Embedding, functools.partial(nn.Linear, bias=False), OwnRMSNorm
+        return nn.Embedding, functools.partial(nn.Linear, bias=False), functools.partial(OwnRMSNorm, eps=1e-5)
     return model.Embedding, model.Linear, model.RMSNorm
 
 
 class ToyFSDP(nn.Module):
     """The public test's layers, and more of them: so many that a few gathered ones are far less than all."""
-    def __init__(self, case):
+    def __init__(self):
         super().__init__()
         Embedding, Linear, RMSNorm = course_layers()
         self.embedding = Embedding(20, 64)
         self.norms = nn.ModuleList(RMSNorm(64) for _ in range(12))
         self.linears = nn.ModuleList(Linear(64, 64) for _ in range(12))
         self.lm_head = Linear(64, 20)
-        self.late = case == "a late rank"
 
     def forward(self, x):
         x = self.embedding(x)
         for norm, linear in zip(self.norms, self.linears): x = x + torch.relu(linear(norm(x)))
-        return self.lm_head(Late.apply(x) if self.late else x)
+        return self.lm_head(x)
 
 
 def toy(kind, case):
-    return ToyFSDP(case) if kind == "fsdp" else Toy(kind, case)
+    model = ToyFSDP() if kind == "fsdp" else Toy(kind, case)
+    if case == "a late rank": list(model.modules())[-1].register_forward_pre_hook(be_late)
+    return model
 
 
 def batch(kind, rank=0, world=1):
@@ -250,7 +224,7 @@ def named(model):
 # What a gradient is instead
 
 def kinds_of_gradients(own, last, before):
-    """{kind: its value on each rank}; own: each rank's gradient; last: of the last backward; before: the last mean."""
+    """{kind: its value on each rank}; own: each rank's gradient; last: of its second half; before: the last mean."""
     n, total, on_each = len(own), sum(own), lambda g: [g] * len(own)
     return {"is right": on_each(total / n), "is the sum over the ranks instead of the mean": on_each(total),
             "is the sum over the ranks divided by 2, and not by their number": on_each(total / 2),
@@ -259,7 +233,7 @@ def kinds_of_gradients(own, last, before):
             "is each rank's own, divided by the number of ranks: nothing is added": [g / n for g in own],
             "is divided by the number of ranks twice": on_each(total / n ** 2),
             "is added up twice, as a weight used twice may be": on_each(total * 2),
-            "is the last backward's alone: what was there before it is lost": on_each(sum(last) / n),
+            "is the last backward's alone: what was there before it is lost": on_each(sum(last) / (2 * n)),
             "is still that of the step before": on_each(before),
             "is added to that of the step before": on_each(total / n + before), "is zero or None": on_each(total * 0)}
 
@@ -394,12 +368,8 @@ def compare_training(kind, case, results):
     world, right, worst, said, before = len(results), one_process(model, start, *batch(kind), dtype), 0, [], {}
     wire = rounded_on_the_wire(results[0]["sent"])
     for step in range(STEPS):  # SGD's change tells the gradient
-        batches = [batch(kind, rank, world) for rank in range(world)]
-        own = last = [gradients_at(model, w[step], *b, dtype) for w, b in zip(weights, batches)]
-        if case in TWICE:
-            halves = [[t.chunk(2)[1] for t in b] for b in batches]
-            last = [gradients_at(model, w[step], *half, dtype) for w, half in zip(weights, halves)]
-            last = [{name: t / 2 for name, t in g.items()} for g in last]
+        own, last = ([gradients_at(model, w[step], *(part(t) for t in batch(kind, rank, world)), dtype)
+                      for rank, w in enumerate(weights)] for part in (lambda t: t, lambda t: t.chunk(2)[1]))
         yours = [{name: (w[step][name] - w[step + 1][name]) / RATE for name in own[0]} for w in weights]
         worst = max(worst, *(apart(g[name], sum(o[name] for o in own) / world) for g in yours for name in own[0]))
         late = sum((r["late"] for r in results), [])
