@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 import check
 from check import Usage, apart, few, show
+from check_causes import FACTORS, GIVEN, OTHER
 
 BOUND = 1e-4  # fp32: sums in another order
 FSDP_BOUNDS = {torch.float32: 1e-3, torch.float16: 3e-2}  # gradients are read from the weights' change
@@ -100,10 +101,12 @@ def on_ranks(work, world, seconds):
 # ----------------------------------------------------------------------------------------------------------------------
 # Your class, by the course's interface
 
-def beside(yours, ending):
-    """What the course's adapters.py has beside get_NAME: NAME with this ending."""
+def beside(yours, ending, *arguments):
+    """[what the course's adapters.py has beside get_NAME, NAME with this ending, returns]; []: it is not written."""
     name, module = getattr(yours, "__name__", ""), sys.modules.get(getattr(yours, "__module__", ""))
-    return getattr(module, name[len("get_"):] + ending, None) if name.startswith("get_") else None
+    call = getattr(module, name[len("get_"):] + ending, None) if name.startswith("get_") else None
+    with contextlib.suppress(NotImplementedError): return [call(*arguments)] if call else []
+    return []
 
 
 def method(wrapper, wanted, pattern, what):
@@ -116,18 +119,10 @@ def method(wrapper, wanted, pattern, what):
     raise Usage(f"{type(wrapper).__name__} has no {wanted}(); write it, {what}")
 
 
-def finish(yours, wrapper, optimizer):
-    after = beside(yours, "_on_after_backward")
-    if after:
-        with contextlib.suppress(NotImplementedError): return after(wrapper, optimizer)
-    method(wrapper, "finish_gradient_synchronization", "finish|sync", "to be called after backward")()
-
-
 def full_weights(yours, wrapper):
-    gather = beside(yours, "_gather_full_params")
-    if gather: full = gather(wrapper)
-    else: full = method(wrapper, "gather_full_params", "gather.*param|full", "to return all weights by name")()
-    return {check.staff_name(name): t.detach().clone() for name, t in full.items()}
+    full = beside(yours, "_gather_full_params", wrapper)
+    if not full: full = [method(wrapper, "gather_full_params", "gather.*param|full", "to return all weights by name")()]
+    return {check.staff_name(name): t.detach().clone() for name, t in full[0].items()}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -224,18 +219,18 @@ def named(model):
 # What a gradient is instead
 
 def kinds_of_gradients(own, last, before):
-    """{kind: its value on each rank}; own: each rank's gradient; last: of its second half; before: the last mean."""
-    n, total, on_each = len(own), sum(own), lambda g: [g] * len(own)
-    return {"is right": on_each(total / n), "is the sum over the ranks instead of the mean": on_each(total),
-            "is the sum over the ranks divided by 2, and not by their number": on_each(total / 2),
+    """{kind: its value}, where the first axis is the ranks. own: each rank's gradient; last: of its second half;
+    before: what the step before had."""
+    n, total = len(own), own.sum(0)
+    return {"is right": total / n, "is the sum over the ranks instead of the mean": total, "is zero or None": total * 0,
+            "is the sum over the ranks divided by 2, and not by their number": total / 2,
             "is each rank's own: it is not averaged": own,
-            "is rank 0's on each rank": on_each(own[0]), f"is rank {n - 1}'s on each rank": on_each(own[-1]),
-            "is each rank's own, divided by the number of ranks: nothing is added": [g / n for g in own],
-            "is divided by the number of ranks twice": on_each(total / n ** 2),
-            "is added up twice, as a weight used twice may be": on_each(total * 2),
-            "is the last backward's alone: what was there before it is lost": on_each(sum(last) / (2 * n)),
-            "is still that of the step before": on_each(before),
-            "is added to that of the step before": on_each(total / n + before), "is zero or None": on_each(total * 0)}
+            "is rank 0's on each rank": own[0], f"is rank {n - 1}'s on each rank": own[-1],
+            "is each rank's own, divided by the number of ranks: nothing is added": own / n,
+            "is divided by the number of ranks twice": total / n ** 2,
+            "is added up twice, as a weight used twice may be": total * 2,
+            "is the last backward's alone: what was there before it is lost": last.sum(0) / (2 * n),
+            "is still that of the step before": before, "is added to that of the step before": total / n + before}
 
 
 def rounded_on_the_wire(sent):
@@ -245,48 +240,29 @@ def rounded_on_the_wire(sent):
 
 
 def explain_gradients(yours, own, last, before, late, bound, rounded):
-    """Causes, as (whose, what), for gradients by name on each rank. rounded: the type in which they are sent"""
+    """Causes, as (whose, what), for gradients of all ranks by name. rounded: the type in which they are sent"""
     causes = {}
-    for name in own[0]:
-        of_ranks = ([g[name] for g in part] for part in (own, last))
-        kinds = kinds_of_gradients(*of_ranks, before.get(name, own[0][name] * 0))
-        same = lambda right: all(apart(g[name], t) <= bound for g, t in zip(yours, right))
-        kind = next((kind for kind, right in kinds.items() if same(right)), None)
+    for name, g in yours.items():
+        near = lambda right, bound=bound: apart(g, right.expand_as(g)) <= bound
+        kinds = kinds_of_gradients(own[name], last[name], before.get(name, g * 0))
+        kind = next((kind for kind, right in kinds.items() if near(right)), None)
         if kind == "is right": continue
-        near = all(apart(g[name], t) <= 1e-2 for g, t in zip(yours, kinds["is right"]))
-        if not kind and rounded and near: kind = f"is the mean, but rounded: it is sent in {rounded}"
-        kind = kind or "is neither the mean nor what a usual mistake gives"
+        if not kind and rounded and near(kinds["is right"], 1e-2):
+            kind = f"is the mean, but rounded: it is sent in {rounded}"
         if name in late: kind = "changes after finish...(): it returns before the gradient is averaged"
-        causes.setdefault(kind, []).append(name)
-    whose = lambda names: "every gradient" if len(names) == len(own[0]) > 1 else f"the gradient of {few(names)}"
+        causes.setdefault(kind or "is neither the mean nor what a usual mistake gives", []).append(name)
+    whose = lambda names: "every gradient" if len(names) == len(own) > 1 else f"the gradient of {few(names)}"
     return [(whose(names), kind) for kind, names in causes.items()]
-
-
-def later_changed(parameters, seconds=0.5):
-    """The names of gradients that still change, after finish_gradient_synchronization has returned."""
-    now = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
-    time.sleep(seconds)
-    changed = lambda name: parameters[name].grad is not None and apart(parameters[name].grad, now[name]) > BOUND
-    return [name for name in now if changed(name)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # DDP and FSDP
 
-def lacking(wrapper):
-    """What the public tests use and the wrapper lacks, as (whose, what)."""
-    if not isinstance(getattr(wrapper, "module", None), nn.Module):
-        return [("the wrapper", "has no .module, which the public tests read")]
-    given = {id(p) for p in wrapper.parameters()} if hasattr(wrapper, "parameters") else set()
-    if {id(p) for p in wrapper.module.parameters()} <= given: return []
-    return [("wrapper.parameters()", "does not give the module's: is it an nn.Module that has it as an attribute?")]
-
-
-def held_share(learner, own, gradients=False):
+def held_share(wrapper, own, gradients=False):
     """The bytes that this rank holds, over those of all weights. A view counts as all that it keeps alive.
 
     Tensors count that were made since gc.freeze(), but not small ones, which may be activations."""
-    parameters = list(learner.parameters())
+    parameters = list(wrapper.parameters())
     tensors = parameters + [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
     sizes = lambda tensors: {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     held, grads = sizes(tensors), sizes(p.grad for p in parameters if p.grad is not None)
@@ -309,35 +285,47 @@ def train(kind, rank, world, watch, yours, case):
     wrapper = yours(module, **options)
     if not callable(wrapper):
         raise Usage(f"{yours.__name__}(module) gives {type(wrapper).__name__}, takes a wrapper with a forward")
-    lacks = lacking(wrapper)
-    inner = module if lacks else wrapper.module
-    learner = inner if lacks else wrapper
+    inner, causes = getattr(wrapper, "module", None), []
+    if not isinstance(inner, nn.Module): raise Usage("the wrapper has no .module, which the public tests read", "fails")
+    given = {id(p) for p in wrapper.parameters()} if hasattr(wrapper, "parameters") else set()
+    if not {id(p) for p in inner.parameters()} <= given:
+        raise Usage("wrapper.parameters() does not give the module's: is it an nn.Module that has it as an attribute?",
+                    "fails")
     weights = lambda: full_weights(yours, wrapper) if kind == "fsdp" else named(inner)
-    share = functools.partial(held_share, learner, own) if kind == "fsdp" else float
-    out = {"own": own, "lacks": lacks, "late": [], "odd": [], "moved": [], "held": {"before the first step": share()}}
-    parameters = lambda: {check.staff_name(name): p for name, p in learner.named_parameters()}
+    share = functools.partial(held_share, wrapper, own) if kind == "fsdp" else float
+    out = {"own": own, "late": [], "causes": causes, "held": {"before the first step": share()}}
+    parameters = lambda: {check.staff_name(name): p for name, p in wrapper.named_parameters()}
     is_whole = lambda name, p: kind == "fsdp" and p.dim() == 2 and p.numel() > 0.6 * own[name].numel()
-    out["whole"] = [name for name, p in parameters().items() if is_whole(name, p)]
+    whole = [name for name, p in parameters().items() if is_whole(name, p)]
+    whose = "the weights" if len(whole) == sum(t.dim() == 2 for t in own.values()) else few(whole)
+    if whole: causes.append((whose, "are not sharded: each rank has all of them"))
     out["weights"] = [own if kind == "fsdp" else named(inner)]
-    optimizer = torch.optim.SGD(learner.parameters(), lr=RATE)
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=RATE)
     parts = list(zip(*(t.chunk(2 if case in TWICE else 1) for t in (x, y))))
     for step in range(STEPS):
         optimizer.zero_grad()
         for group in [parts] if case == "two forwards" else [[part] for part in parts]:
-            before, watch.phase = beside(yours, "_on_train_batch_start"), "forward"
-            if before:
-                with contextlib.suppress(NotImplementedError): before(wrapper, optimizer)
+            watch.phase = "forward"
+            beside(yours, "_on_train_batch_start", wrapper, optimizer)
             loss = sum(loss_of(wrapper, *part) for part in group) / len(parts)
             if step == 0: out["held"]["before backward"] = share()
             watch.phase, start = "backward", named(inner) if kind == "ddp" else {}
             loss.backward()
             watch.phase = "finish"
-            finish(yours, wrapper, optimizer)
-        out["moved"] += [name for name, t in start.items() if not torch.equal(t, named(inner)[name])]
-        for name, p in parameters().items() if kind == "fsdp" else ():
-            if p.requires_grad and (p.grad is None or p.grad.shape != p.shape or p.grad.dtype != p.dtype):
-                out["odd"].append((name, str(p.grad if p.grad is None else p.grad.dtype).removeprefix("torch.")))
-        if case == "a late rank" and step == 0: out["late"] = later_changed(parameters())
+            if beside(yours, "_on_after_backward", wrapper, optimizer): continue
+            method(wrapper, "finish_gradient_synchronization", "finish|sync", "to be called after backward")()
+        moved = [name for name, t in start.items() if not torch.equal(t, named(inner)[name])]
+        if moved: causes.append(("backward", f"changes {few(moved)}; of a hook's parameter the gradient is .grad"))
+        kind_of = lambda t: t if t is None else (t.shape, t.dtype)
+        odd = [name for name, p in parameters().items() if p.requires_grad and kind_of(p.grad) != kind_of(p)]
+        if odd and kind == "fsdp":
+            what = str(getattr(parameters()[odd[0]].grad, "dtype", None)).removeprefix("torch.")
+            causes.append((f"after backward the gradient of {few(odd)}",
+                          f"is {what}, not of its parameter's shape and type"))
+        if case == "a late rank" and step == 0:
+            now = {name: p.grad.clone() for name, p in parameters().items() if p.grad is not None}
+            time.sleep(0.5)
+            out["late"] = [name for name in now if apart(parameters()[name].grad, now[name]) > BOUND]
         optimizer.step()
         if case == "fp32" and step == 0:
             gc.collect()
@@ -365,17 +353,17 @@ def compare_training(kind, case, results):
     bound, weights = FSDP_BOUNDS[dtype] if kind == "fsdp" else BOUND, [r["weights"] for r in results]
     lost = [name for name, t in start.items() for w in sum(weights, []) if name not in w or w[name].shape != t.shape]
     if lost: raise Usage(f"the full weights lack {lost[0]}, {list(start[lost[0]].shape)}; their names are the module's")
-    world, right, worst, said, before = len(results), one_process(model, start, *batch(kind), dtype), 0, [], {}
-    wire = rounded_on_the_wire(results[0]["sent"])
+    right, worst, said, before = one_process(model, start, *batch(kind), dtype), 0, [], {}
+    late, wire = sum((r["late"] for r in results), []), rounded_on_the_wire(results[0]["sent"])
+    of_ranks = lambda ranks: {name: torch.stack([rank[name] for rank in ranks]) for name in ranks[0]}
     for step in range(STEPS):  # SGD's change tells the gradient
-        own, last = ([gradients_at(model, w[step], *(part(t) for t in batch(kind, rank, world)), dtype)
-                      for rank, w in enumerate(weights)] for part in (lambda t: t, lambda t: t.chunk(2)[1]))
-        yours = [{name: (w[step][name] - w[step + 1][name]) / RATE for name in own[0]} for w in weights]
-        worst = max(worst, *(apart(g[name], sum(o[name] for o in own) / world) for g in yours for name in own[0]))
-        late = sum((r["late"] for r in results), [])
-        said, before = said or explain_gradients(yours, own, last, before, late, bound, wire), yours[0]
+        own, last = (of_ranks([gradients_at(model, w[step], *(part(t) for t in batch(kind, rank, len(weights))), dtype)
+                               for rank, w in enumerate(weights)]) for part in (lambda t: t, lambda t: t.chunk(2)[1]))
+        yours = of_ranks([{name: (w[step][name] - w[step + 1][name]) / RATE for name in own} for w in weights])
+        worst = max(worst, *(apart(g, own[name].mean(0).expand_as(g)) for name, g in yours.items()))
+        said, before = said or explain_gradients(yours, own, last, before, late, bound, wire), yours
     change = lambda w, name: w[name] - start[name]
-    far = lambda right: max(apart(change(w[-1], name), change(right, name)) for w in weights for name in own[0])
+    far = lambda right: max(apart(change(w[-1], name), change(right, name)) for w in weights for name in own)
     held = {when: max(r["held"][when] for r in results) for when in results[0]["held"]}
     last, more = far(right), explain_training(model, weights, results, held)
     if case == "fp16" and far(one_process(model, start, *batch(kind), torch.float32)) <= BOUND:
@@ -389,23 +377,16 @@ def compare_training(kind, case, results):
 
 def explain_training(model, weights, results, held):
     """Causes, as (whose, what), that gradients do not show. held: {when: the share of the weights' bytes on a rank}"""
-    start, whole, odd, causes = results[0]["own"], results[0]["whole"], results[0]["odd"], list(results[0]["lacks"])
+    start, causes = results[0]["own"], list(dict.fromkeys(sum((r["causes"] for r in results), [])))
     lost = [name for name, t in start.items() if any(apart(w[0][name], t) > BOUND for w in weights)]
     whose = "the weights" + ("" if len(lost) == len(start) else f" of {few(lost)}")
     if set(lost) <= dict(model.named_buffers()).keys(): whose += ", a buffer,"
     elif not any(t.requires_grad for name, t in model.named_parameters() if name in lost):
         whose += ", which need no gradient,"
     if lost: causes.append((whose, "are not sent from rank 0 at the start"))
-    moved = sum((r["moved"] for r in results), [])
-    if moved: causes.append(("backward", f"changes {few(moved)}; of a hook's parameter the gradient is .grad"))
-    matrices = [name for name, t in start.items() if t.dim() == 2]
-    whose = "the weights" if len(whole) == len(matrices) else few(whole)
-    if whole: causes.append((whose, "are not sharded: each rank has all of them"))
     for when, fair in (("before the first step", 0.5), ("after forward", 0.5), ("after a step, gradients counted,", 1)):
         if causes or held.get(when, 0) <= fair + 0.1: continue
         causes.append((when, f"a rank holds {held[when]:.0%} of the weights' bytes; its shards are {fair:.0%}"))
-    if odd: causes.append((f"after backward the gradient of {few([name for name, _ in odd])}",
-                           f"is {odd[0][1]}, not of its parameter's shape and type"))
     return causes
 
 
@@ -428,18 +409,13 @@ def notes_of(kind, case, sent, held):
 # ----------------------------------------------------------------------------------------------------------------------
 # The sharded optimizer
 
-SETTINGS = dict(lr=0.1, betas=(0.8, 0.99), eps=1e-8, weight_decay=0.1)
-OWN = dict(lr=0.02, betas=(0.7, 0.9), eps=1e-4, weight_decay=0.4)  # of the first of two groups
+LATER = ": what is changed in param_groups later does not reach the optimizer"
 
 
 def sharded_groups(case, parameters, own=True):
     if case not in ("two groups", "add_param_group"): return parameters
     halves = [{"params": half} for half in (parameters[:4], parameters[4:])]
-    return [halves[0] | (OWN if own else {}), *halves[1:]]
-
-
-FACTORS = dict(lr=0.4, weight_decay=3)
-LATER = ": what is changed in param_groups later does not reach the optimizer"
+    return [halves[0] | (GIVEN if own else {}), *halves[1:]]  # the second group gets OTHER, as all do
 
 
 def change_settings(case, optimizer, step, factors=FACTORS):
@@ -465,7 +441,7 @@ def step_sharded(kind, rank, world, watch, yours, case):
     model = toy(kind, case)
     groups = sharded_groups(case, list(model.parameters()))
     first, later = (groups[:1], groups[1]["params"]) if case == "add_param_group" else (groups, [])
-    optimizer = yours(model.parameters() if case == "plain" else first, Recorded, **SETTINGS)
+    optimizer = yours(model.parameters() if case == "plain" else first, Recorded, **OTHER)
     for p in later: optimizer.add_param_group({"params": [p]})
     out = {"gradients": [], "weights": [named(model)], "left": []}
     x, y = batch(kind)
@@ -503,16 +479,16 @@ def compare_sharded(kind, case, results):
     learnt = [name for name, p in model.named_parameters() if p.requires_grad]
     held = [r["states"] / (2 * sum(start[name].numel() for name in learnt)) for r in results]
     run = functools.partial(adamw_steps, case, results[0])
-    right, causes = run(SETTINGS), {}
+    right, causes = run(OTHER), {}
     far = lambda t: max(apart(r["weights"][t][name] - start[name], right[t - 1][name] - start[name])
                         for r in results for name in learnt)
     but = lambda settings, key: {k: v for k, v in settings.items() if k != key}
-    other = {f"lacks the keyword argument {key}": run(but(SETTINGS, key)) for key in SETTINGS}
+    other = {f"lacks the keyword argument {key}": run(but(OTHER, key)) for key in OTHER}
     other = {"lacks its keyword arguments (lr, betas ...), which do not reach the optimizer": run({}), **other,
-             "lacks its group's own settings": run(SETTINGS, False),
-             "has the settings of another group": run(SETTINGS | OWN),
-             f"keeps its first settings{LATER}": run(SETTINGS, factors={}),
-             **{f"keeps its first {key}{LATER}": run(SETTINGS, factors=but(FACTORS, key)) for key in FACTORS}}
+             "lacks its group's own settings": run(OTHER, False),
+             "has the settings of another group": run(OTHER | GIVEN),
+             f"keeps its first settings{LATER}": run(OTHER, factors={}),
+             **{f"keeps its first {key}{LATER}": run(OTHER, factors=but(FACTORS, key)) for key in FACTORS}}
     for name, t in start.items():
         mine = [[w[name] for w in r["weights"][1:]] for r in results]
         are = lambda steps: [all(apart(w, s[name]) <= 1e-5 for w, s in zip(m, steps)) for m in mine]
