@@ -8,8 +8,8 @@ Type it in your assignment's folder. In a notebook there are check_model, check_
 check_sharded and check_fsdp. The verdict is one of three: ok (exit code 0); DIFFERS, with the first place and the
 cause (1); cannot be checked, with what to write (2). CS336_BINARY names another program than the ./cs336 above this
 folder. See notes/check-your-own.md."""
-import argparse, ast, contextlib, copy, ctypes, dataclasses, functools, importlib, importlib.metadata, inspect
-import json, math, os, subprocess, sys, tempfile, traceback, typing
+import argparse, ast, contextlib, copy, ctypes, functools, importlib, inspect
+import itertools, json, math, os, re, subprocess, sys, tempfile, traceback
 
 try:
     import torch
@@ -50,8 +50,8 @@ def place_of(frames):
 
 def raised(e):
     """An exception of your code in one line, with the last line of yours that it passed."""
-    where = place_of([(f.filename, f.lineno, f.name) for f in traceback.extract_tb(e.__traceback__)])
-    return f"raised {type(e).__name__}{where}: {' '.join(str(e).split())[:300]}".rstrip(": ")
+    where, text = place_of(traceback.extract_tb(e.__traceback__)), " ".join(str(e).split())[:300]
+    return f"raised {type(e).__name__}{where}: {text}".rstrip(": ")
 
 
 def not_written(e):
@@ -103,25 +103,21 @@ def show(columns, rows):
 
 def save(path, tensors):
     """The header's length in 8 bytes, the header in JSON, then the tensors' bytes."""
-    names, header, end = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}, {}, 0
-    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    names, header, data = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}, {}, bytearray()
     for name, t in tensors.items():
-        start, end = end, end + t.nbytes
-        header[name] = {"dtype": names[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
+        t, start = t.detach().cpu().contiguous(), len(data)
+        data += ctypes.string_at(t.data_ptr(), t.nbytes)
+        header[name] = {"dtype": names[t.dtype], "shape": list(t.shape), "data_offsets": [start, len(data)]}
     text = json.dumps(header).encode()
-    with open(path, "wb") as f:
-        f.write(len(text).to_bytes(8, "little") + text)
-        for t in tensors.values(): f.write(ctypes.string_at(t.data_ptr(), t.nbytes))
+    with open(path, "wb") as f: f.write(len(text).to_bytes(8, "little") + text + data)
 
 
 def load(path):
-    with open(path, "rb") as f: data = bytearray(f.read())
-    start = 8 + int.from_bytes(data[:8], "little")
-    header, data = json.loads(data[8:start]), data[start:]
-    header.pop("__metadata__", None)
+    with open(path, "rb") as f: header, data = json.loads(f.read(int.from_bytes(f.read(8), "little"))), f.read()
+    header.pop("__metadata__")
     dtypes = {"F32": torch.float32, "BF16": torch.bfloat16}
-    part = lambda t: torch.frombuffer(data[slice(*t["data_offsets"])], dtype=dtypes[t["dtype"]]).view(t["shape"])
-    return {name: part(t) for name, t in header.items()}
+    part = lambda t: torch.frombuffer(bytearray(data[slice(*t["data_offsets"])]), dtype=dtypes[t["dtype"]])
+    return {name: part(t).view(t["shape"]) for name, t in header.items()}
 
 
 def cs336(command, inputs, *options):
@@ -145,8 +141,7 @@ def cs336(command, inputs, *options):
 
 def staff_name(name):
     """Without what torch.compile and DDP put before names, or between."""
-    while name.startswith("module."): name = name[len("module."):]
-    return name.replace("_orig_mod.", "")
+    return re.sub(r"^(module\.)+", "", name.replace("_orig_mod.", ""))
 
 
 def shapes_of(V, C, F, layers):
@@ -172,10 +167,8 @@ def wrong_parameters(parameters, shapes):
         is_norm = ".ln" in "." + more[0]
         why = ": its norms are RMSNorms, without bias" if is_norm else ": its Linear has no bias"
         return f"{more[0]} is a parameter that the handout's model does not have{why if 'bias' in more[0] else ''}"
-    tied = {}
-    for name, p in parameters.items():
-        if tied.setdefault(p.data_ptr(), name) != name:
-            return f"{name} and {tied[p.data_ptr()]} are one tensor; the handout's model does not tie them"
+    for (one, p), (other, q) in itertools.combinations(parameters.items(), 2):
+        if p is q: return f"{other} and {one} are one tensor; the handout's model does not tie them"
 
 
 def staff_places(shapes):
@@ -189,12 +182,11 @@ STEP = 2.0 ** -20  # a model that got (number + 1) * STEP as its weights shows w
 
 def places_in(parameters, shapes):
     """{your parameter: the numbers of the staff's elements that it holds}; {} where one of them is missing."""
-    count, places = sum(math.prod(shape) for shape in shapes.values()), {}
-    for own, p in parameters.items():
-        place = p.detach().double() / STEP - 1
-        if bool(((place == place.round()) & (place >= 0) & (place < count)).all()): places[own] = place.long()
-    found = torch.cat([torch.tensor([], dtype=torch.long), *(place.flatten().cpu() for place in places.values())])
-    return places if len(found.unique()) == count else {}
+    count = sum(math.prod(shape) for shape in shapes.values())
+    numbers = {own: p.detach().double().cpu() / STEP - 1 for own, p in parameters.items()}
+    places = {own: n.long() for own, n in numbers.items() if ((n == n.round()) & (n >= 0) & (n < count)).all()}
+    held = {number for place in places.values() for number in place.flatten().tolist()}
+    return places if len(held) == count else {}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -216,9 +208,7 @@ def batch_of(V, T):
 def logits_of(model, tokens):
     hint = "; context_length sets fewer tokens, and tests/adapters.py:run_transformer_lm calls it as you do"
     with your_code(f"forward of {tokens.shape[1]} tokens", hint): logits = model(tokens)
-    if isinstance(logits, (tuple, list)):
-        note("of what the model returns, the first is taken as the logits")
-        logits = logits[0]
+    if isinstance(logits, (tuple, list)): logits = logits[0]
     if not isinstance(logits, torch.Tensor): raise Usage(f"forward returns {type(logits).__name__}, takes the logits")
     return logits.reshape(*tokens.shape, -1) if logits.numel() % tokens.numel() == 0 else logits
 
@@ -239,19 +229,16 @@ def modules_of(model, places, w, ours):
 
 def run_yours(model, modules, batch, autocast):
     """{module: its first output} of those that were called, the loss; the gradients are in the parameters."""
-    out = {}
+    names, out = {m: name for name, m in modules.items()}, {}
 
-    def keep(name):
-        def hook(module, inputs, output):
-            if isinstance(output, torch.Tensor) and name not in out: out[name] = output.detach().clone()
-        return hook
+    def keep(module, inputs, output):
+        if module in names and torch.is_tensor(output): out.setdefault(names[module], output.detach().clone())
 
-    hooks = [m.register_forward_hook(keep(name)) for name, m in modules.items()]
+    hook = torch.nn.modules.module.register_module_forward_hook(keep)
     model.zero_grad(set_to_none=True)
     try:
         with autocast: logits = logits_of(model, batch["tokens"])
-    finally:
-        for h in hooks: h.remove()
+    finally: hook.remove()
     if logits.grad_fn is None: raise Usage("the logits have no grad_fn: forward detaches them, or is under no_grad()")
     loss = F.cross_entropy(logits.float().flatten(0, -2), batch["targets"].flatten())
     with your_code("backward"): loss.backward()
@@ -308,21 +295,18 @@ def check_model(model, num_heads=4, rope_theta=10000.0, context_length=32, preci
                     "check tests/adapters.py:run_transformer_lm of assignment 1, which gets the staff's names")
     V, C = parameters["token_embeddings.weight"].shape
     shapes = shapes_of(V, C, parameters["layers.0.ffn.w1.weight"].numel() // C, layers)
-    wrong = wrong_parameters(parameters, shapes)
-    if wrong: return bool(print(f"DIFFERS before anything is run: {wrong}."))
+    if wrong := wrong_parameters(parameters, shapes): return bool(print(f"DIFFERS before anything is run: {wrong}."))
     if C % (2 * num_heads):
         raise Usage(f"--num_heads: got {num_heads}, takes a number that cuts d_model {C} into heads of even size")
-    places = staff_places(shapes)
-    return compare_model(model, parameters, places, shapes, context_length, num_heads, rope_theta, precision)
+    rest = shapes, context_length, num_heads, rope_theta, precision
+    return compare_model(model, parameters, staff_places(shapes), *rest)
 
 
 def check_model_function(function, context_length, precision):
     """run_transformer_lm gets the staff's names, and loads them into a model, which is caught here and checked."""
-    names = "vocab_size context_length d_model num_layers num_heads d_ff rope_theta"
-    sizes = {name: SIZES[name] for name in names.split()}
-    V, T, C, layers, heads, d_ff, theta = sizes.values()
+    V, T, C, layers, heads, d_ff, theta = SIZES.values()
     shapes, caught, context_length = shapes_of(V, C, d_ff, layers), [], min(T, context_length)
-    call = lambda w, tokens: function(**sizes, weights={name: t.clone() for name, t in w.items()}, in_indices=tokens)
+    call = lambda w, tokens: function(**SIZES, weights={name: t.clone() for name, t in w.items()}, in_indices=tokens)
     numbered = {name: STEP * (place + 1) for name, place in staff_places(shapes).items()}
     keep = lambda module, inputs, output: caught.append((module, len(inputs)))
     hook = torch.nn.modules.module.register_module_forward_hook(keep)
@@ -398,9 +382,9 @@ def explain_outputs(first, out, again, precision, tokens, formula, usual):
     if "layers.0.ln1" in out:  # the eps of y = w x / sqrt(mean(x^2) + eps)
         x, weight, y = w["token_embeddings.weight"][tokens], w["layers.0.ln1.weight"], out["layers.0.ln1"]
         squares = (weight * x).double().square().sum(-1) / y.double().square().sum(-1)
-        eps = float((squares - x.double().square().mean(-1)).median())
+        eps = max(0.0, float((squares - x.double().square().mean(-1)).median()))
         norm = functools.partial(formulas.rms_norm, eps=eps)
-        if eps > 0: tried.append((dict(norm=norm), f"RMSNorm's eps is {eps:.2g} instead of 1e-5"))
+        tried.append((dict(norm=norm), f"RMSNorm's eps is {eps:.2g} instead of 1e-5"))
     formula(lambda name, x: None, stages=stages)
     inside = stages.get(".".join(first.split(".")[:3]), {})
     say_cause(*likely_causes(tried, formula, out), "The handout's model", lambda: random_words + seen.lacks(inside))
@@ -410,7 +394,8 @@ def explain_outputs(first, out, again, precision, tokens, formula, usual):
 # Your optimizer
 
 # Which rules of AdamW are right, and whose they are.
-RULES = {"2026's handout": {}, "2025's handout, where the weight decays after the step": dict(after=True),
+HANDOUT = "2026's handout"
+RULES = {HANDOUT: {}, "2025's handout, where the weight decays after the step": dict(after=True),
          "torch.optim.AdamW, where eps is added after the bias correction": dict(of_torch=True),
          "torch.optim.AdamW, but the weight decays after the step, as in 2025's": dict(of_torch=True, after=True)}
 
@@ -467,32 +452,31 @@ def check_adamw(optimizer, steps=3):
         by_rule(right.__setitem__, **rule)
         return {name: apart(yours[name], x) for name, x in right.items()}
 
-    weights, changed = step_yours(optimizer, w, gradients, False, seen)
-    yours, by_groups = change(weights), functools.partial(by_rule, groups=True)
-    numbers = {whose: from_rule(yours, **rule) for whose, rule in RULES.items()}
-    numbers["2026's handout"] = {name: apart(yours[name], x) for name, x in change(theirs[steps]).items()}
-    whose = min(numbers, key=lambda whose: max(numbers[whose].values()))
-    wrong, wrong_groups, columns = max(numbers[whose].values()) > SAME, False, {f"after {steps} steps": numbers[whose]}
-    if not wrong:
-        in_groups = change(step_yours(optimizer, w, gradients, True, Seen())[0])
-        columns["two groups, changed between steps"] = from_rule(in_groups, groups=True, **RULES[whose])
-        wrong_groups = max(columns["two groups, changed between steps"].values()) > SAME
+    columns, right_rule, changed = {}, None, set()
+    for groups, title in ((False, f"after {steps} steps"), (True, "two groups, changed between steps")):
+        weights, more = step_yours(optimizer, w, gradients, groups, seen)
+        yours, run, changed = change(weights), functools.partial(by_rule, groups=groups), changed | more
+        numbers = {whose: from_rule(yours, groups=groups, **rule) for whose, rule in RULES.items()}
+        if not groups: numbers[HANDOUT] = {name: apart(yours[name], x) for name, x in change(theirs[steps]).items()}
+        right_rule = right_rule or min(numbers, key=lambda whose: max(numbers[whose].values()))
+        columns[title] = numbers[right_rule]
+        wrong = max(columns[title].values()) > SAME
+        if wrong: break
     print(f"\nAdamW: {steps} steps on our gradients, lr {LR}, betas 0.9 and 0.999, eps 1e-8, weight decay {DECAY}. "
           "Relative differences of the weights' change:\n")
     table_of(columns, SAME)
     if wrong:
-        print("DIFFERS.")
-        p, m, v = formulas.after_steps(w["lm_head.weight"], given["lm_head.weight"], [GIVEN] * steps)
+        where = " where there are two parameter groups, whose settings change between steps" if groups else ""
+        print(f"DIFFERS{where}.")
+        of_groups = [(RULES[right_rule] | mistake, cause) for mistake, cause in formulas.group_mistakes() if groups]
         matrices = {name: x for name, x in yours.items() if w[name].dim() > 1}  # weights near 1 hide small changes
-        say_cause(*likely_causes(formulas.optimizer_mistakes(), by_rule, matrices), "AdamW",
-                  lambda: seen.lacks({"m": m, "v": v, "weight after the step": p}))
-    elif wrong_groups:
-        print("DIFFERS where there are two parameter groups, whose settings change between steps.")
-        mistakes = [(RULES[whose] | wrong, cause) for wrong, cause in formulas.group_mistakes()]
-        say_cause(*likely_causes([*mistakes, *formulas.optimizer_mistakes()], by_groups, in_groups), "AdamW")
+        p, m, v = formulas.after_steps(w["lm_head.weight"], given["lm_head.weight"], [GIVEN] * steps)
+        stages = {} if groups else {"m": m, "v": v, "weight after the step": p}
+        say_cause(*likely_causes([*of_groups, *formulas.optimizer_mistakes()], run, matrices), "AdamW",
+                  lambda: seen.lacks(stages))
     elif changed: print(f"DIFFERS: step() changes gradients in place: {few(sorted(changed))}.")
-    else: print(f"ok: it is the AdamW of {whose}.")
-    return not (wrong or wrong_groups or changed)
+    else: print(f"ok: it is the AdamW of {right_rule}.")
+    return not (wrong or changed)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -503,8 +487,8 @@ class Attention:
 
     def __init__(self, yours):
         is_function = lambda x: isinstance(x, type) and issubclass(x, torch.autograd.Function)
-        if isinstance(yours, torch.autograd.Function): yours = type(yours)
-        if is_function(getattr(yours, "__self__", None)): yours = yours.__self__  # MyFunction.apply
+        own = getattr(yours, "__self__", None)
+        if is_function(own): yours = own  # MyFunction.apply
         function = is_function(yours)
         self.call = yours.apply if function else yours
         self.is_triton = "triton" in f"{getattr(yours, '__module__', '')} {getattr(yours, '__qualname__', '')}".lower()
@@ -559,20 +543,18 @@ def attention_causes(attention, yours, numbers, inputs, causal, precision):
     q, k, v, do = (t.float() for t in inputs)
     bound, D = BOUNDS[precision], q.shape[-1]
     if numbers["o"] > bound:
-        yours = {"o": attention(q, k, v, causal).detach() if precision == "bf16" else yours["o"]}
-        mistakes = formulas.mistakes_in(attend=formulas.attend)
-        by_formula = lambda see, attend=formulas.attend: see("o", attend(q, k, v, causal, D))
-        causes, far = likely_causes(mistakes, by_formula, yours, 2)
-        by_tiles = lambda see, size=16, wrong="": see("o", formulas.tiled(q, k, v, causal, size, wrong))
-        return (causes, far) if causes else likely_causes(formulas.tile_mistakes(causal), by_tiles, yours)
-    if numbers.get("lse", 0) > bound:
+        given = {"o": attention(q, k, v, causal).detach() if precision == "bf16" else yours["o"]}
+        mistakes = [*formulas.mistakes_in(attend=formulas.attend), *formulas.tile_mistakes(causal)]
+        run = lambda see, attend=formulas.attend: see("o", attend(q, k, v, causal, D))
+    elif numbers.get("lse", 0) > bound:
         steps, lse = formulas.steps_of_attention(q, k, v, causal), yours["lse"].float()
-        by_formula = lambda see, lse_of=formulas.lse_of: see("lse", lse_of(steps["L"], steps["m"]).reshape(lse.shape))
-        return likely_causes(formulas.mistakes_in(lse_of=formulas.lse_of), by_formula, {"lse": lse})
-    gradients = {name: yours.get(name) for name in ("dq", "dk", "dv")}
-    if precision == "bf16" or any(t is None for t in gradients.values()): return [], None
-    by_formula = lambda see, **wrong: formulas.backward_with(see, q, k, v, do, causal, **wrong)
-    return likely_causes(formulas.backward_mistakes(), by_formula, gradients)
+        given, mistakes = {"lse": lse}, formulas.mistakes_in(lse_of=formulas.lse_of)
+        run = lambda see, lse_of=formulas.lse_of: see("lse", lse_of(steps["masked"], steps["m"]).view(lse.shape))
+    else:
+        given, mistakes = {name: t for name, t in yours.items() if name[0] == "d"}, formulas.backward_mistakes()
+        run = lambda see, **wrong: formulas.backward_with(see, q, k, v, do, causal, **wrong)
+        if precision == "bf16" or any(t is None for t in given.values()): return [], None
+    return likely_causes(mistakes, run, given)
 
 
 def at_scores_of_100(attention, q, k, v):
@@ -597,7 +579,7 @@ def check_attention(attention, precision="fp32", context_length=128, head_size=6
     shape = [4, *([num_heads] if num_heads else []), context_length, head_size]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     inputs = q, k, v, do = [torch.randn(shape, generator=g).to(here, dtype) for _ in range(4)]
-    rows, causes, lacks, worst, unmasked, more = [], {}, {}, 0, False, {}
+    rows, wrong, lacks, unmasked, more = [], {}, {}, False, {}
     for causal in (False, True)[:1 + attention.takes_causal]:
         theirs, yours = cs336("attention", {"inputs": {"q": q, "k": k, "v": v, "do": do}}, *["--causal"][:causal]), {}
         try:
@@ -608,18 +590,16 @@ def check_attention(attention, precision="fp32", context_length=128, head_size=6
         numbers = {name: apart(t, theirs[name]) for name, t in yours.items()}
         bad = max(numbers.values()) > bound
         without = formulas.attend(q.float(), k.float(), v.float(), False, head_size).to(dtype)
-        may_ignore = causal and not causes and not (here == "cuda" and attention.is_triton)
+        may_ignore = causal and not wrong and not (here == "cuda" and attention.is_triton)
         unmasked = bad and may_ignore and apart(yours["o"], without) <= bound
         word = lambda x: "no mask" if unmasked else "DIFFERS" if x > bound else "ok"
         rows += [["yes" if causal else "no", name, f"{x:.1e}", word(x)] for name, x in numbers.items()]
         if not bad or unmasked: continue
-        worst = max(worst, *numbers.values())
-        with matmuls("fp32"):
-            causes[causal] = attention_causes(attention, yours, numbers, inputs, causal, precision)
+        wrong[causal] = yours, numbers
         more |= {f"{name}:{said}": True for name, t in yours.items() if (said := not_finite(t))}
     broken = [e for e in lacks.values() if e.word != NOT_YET]
     if not rows: raise [*broken, *lacks.values()][0]
-    if precision == "fp32" and here == "cpu" and not causes:
+    if precision == "fp32" and here == "cpu" and not wrong:
         far, said = at_scores_of_100(attention, q, k, v)
         rows.append(["no", "o, scores near 100", f"{far:.1e}", "DIFFERS" if far > bound else "ok"])
         if far > bound: more[said] = True
@@ -628,11 +608,12 @@ def check_attention(attention, precision="fp32", context_length=128, head_size=6
     for e in lacks.values(): print(f"{NOT_YET if e.word == NOT_YET else 'not compared'}: {e}")
     if not attention.takes_causal: print("not compared: a causal mask, since the function takes (q, k, v)")
     for line in more: print(f"DIFFERS: {line}")
-    if causes:
-        print("DIFFERS, " + " and ".join("causal" if causal else "not causal" for causal in causes) + ".")
-        # A mistake that is no mask's shows without a mask; a mask's is seen only where it is used.
-        unseen = functools.partial(unseen_in_attention, attention, inputs, min(causes))
-        say_cause(*causes[min(causes)], "Attention by its formula", unseen)
+    if wrong:
+        print("DIFFERS, " + " and ".join("causal" if causal else "not causal" for causal in wrong) + ".")
+        causal = min(wrong)  # a mistake that is no mask's shows without a mask; a mask's is seen only where it is used
+        with matmuls("fp32"): found = attention_causes(attention, *wrong[causal], inputs, causal, precision)
+        say_cause(*found, "Attention by its formula", functools.partial(unseen_in_attention, attention, inputs, causal))
+        worst = max(x for _, numbers in wrong.values() for x in numbers.values())
         if here == "cuda" and precision == "fp32" and worst <= BOUNDS["tf32"]:
             print("It is of TF32's size: for fp32, tl.dot takes input_precision='ieee'. --precision tf32 allows it")
         return False
@@ -716,26 +697,12 @@ PARTS = {"ddp": ["get_ddp", "get_ddp_individual_parameters", "get_ddp_bucketed"]
          "model": ["run_transformer_lm"], "adamw": ["get_adamw_cls"],
          "attention": ["get_flashattention_autograd_function_pytorch", "get_flashattention_autograd_function_triton",
                        "run_scaled_dot_product_attention"]}
-SIZES = {}
-for names, value in {"vocab_size vocab n_vocab": 97,
-                     "context_length context_len max_seq_len max_seq_length seq_len block_size max_len": 32,
-                     "d_model dim hidden_size embed_dim emb_dim n_embd": 64, "num_layers n_layers n_layer": 2,
-                     "num_heads n_heads n_head heads": 4, "d_ff ff_dim d_hidden": 128, "rope_theta theta": 10000.0,
-                     "batch_size": 2, "dropout": 0.0, "device dtype": None}.items():
-    SIZES |= dict.fromkeys(names.split(), value)
-
-
-def version(name, installed=importlib.metadata.version):
-    """The course's packages ask for their own, which only an installed one has."""
-    try: return installed(name)
-    except importlib.metadata.PackageNotFoundError:
-        if name.startswith("cs336"): return "0"
-        raise
+SIZES = dict(vocab_size=97, context_length=32, d_model=64, num_layers=2, num_heads=4, d_ff=128, rope_theta=10000.0)
 
 
 def import_place(where):
     """The module, be it named or a file. Of a file in a package its package is imported, with the folder above it."""
-    importlib.metadata.version, folders = version, [os.getcwd()]
+    folders = [os.getcwd()]
     if where.endswith(".py"):
         if not os.path.isfile(where): raise Usage(f"got '{where}', takes a file that is there")
         folder, name = os.path.split(os.path.abspath(where)[:-3])
@@ -743,7 +710,6 @@ def import_place(where):
             folder, package = os.path.split(folder)
             name = f"{package}.{name}"
         folders, where = [folder, *folders], name
-    folders += [os.path.join(folder, "cs336-basics") for folder in folders]
     sys.path[:0] = [folder for folder in folders if os.path.isdir(folder) and folder not in sys.path]
     try:
         with contextlib.redirect_stdout(sys.stderr): return importlib.import_module(where)
@@ -763,41 +729,23 @@ def find(text, part, need):
     return [(name, getattr(module, name)) for name in names]
 
 
-def filled(make, typed):
-    """What a constructor is called with: what was typed, and small sizes for what has a usual name."""
-    signature, kwargs = inspect.signature(make), dict(typed)
-    takes = signature.parameters.values()
-    wrong = [name for name in kwargs if name not in signature.parameters]
-    if wrong and all(a.kind != a.VAR_KEYWORD for a in takes):
-        raise Usage(f"--kwargs: got {', '.join(wrong)}, but it is {make.__name__}{signature}")
-    try: hints = typing.get_type_hints(make.__init__ if isinstance(make, type) else make)
-    except Exception: hints = {}
-    for a in takes:
-        if a.name in kwargs or a.kind in (a.VAR_POSITIONAL, a.VAR_KEYWORD): continue
-        needed = a.default is a.empty
-        computed = a.default is None and "theta" not in a.name  # from others
-        if a.name in SIZES and (needed or not computed and SIZES[a.name] is not None): kwargs[a.name] = SIZES[a.name]
-        elif not needed: continue
-        elif dataclasses.is_dataclass(hints.get(a.name)): kwargs[a.name] = hints[a.name](**filled(hints[a.name], {}))
-        else: raise Usage(f"--kwargs: {make.__name__}{signature} takes {a.name}; write --kwargs {a.name}=...")
-    return kwargs
-
-
 def check_typed_model(yours, o):
     check = functools.partial(check_model.__wrapped__, precision=o.precision)
     if inspect.isfunction(yours) and "weights" in inspect.signature(yours).parameters: return check(yours)
-    kwargs = dict(o.kwargs)
+    kwargs = typed = dict(o.kwargs)
     torch.manual_seed(0)
     if not isinstance(yours, torch.nn.Module):
-        kwargs = filled(yours, kwargs)
-        with your_code(f"{yours.__name__}({', '.join(f'{k}={v}' for k, v in kwargs.items())})"): yours = yours(**kwargs)
+        name, signature = yours.__name__, inspect.signature(yours)
+        kwargs = {key: SIZES[key] for key in signature.parameters if key in SIZES} | typed
+        try: signature.bind(**kwargs)
+        except TypeError as e:
+            raise Usage(f"--kwargs: got {', '.join(typed) or 'none'}, but it is {name}{signature}: {e}")
+        with your_code(f"{name}({', '.join(f'{k}={v}' for k, v in kwargs.items())})"): yours = yours(**kwargs)
     if not isinstance(yours, torch.nn.Module): raise Usage(f"got '{o.yours}', takes an nn.Module, or what makes one")
     if torch.cuda.is_available(): yours.to("cuda")
-    for config in [c for c in kwargs.values() if dataclasses.is_dataclass(c)]: kwargs |= dataclasses.asdict(config)
-    size = lambda usual, default: next((kwargs[name] for name in kwargs if SIZES.get(name) == SIZES[usual]), default)
-    heads = o.num_heads or size("num_heads", None)
+    heads = o.num_heads or kwargs.get("num_heads")
     if not isinstance(heads, int): raise Usage("--num_heads: takes the number of heads, here or in --kwargs")
-    return check(yours, heads, size("rope_theta", 10000.0), min(32, size("context_length", 32)))
+    return check(yours, heads, kwargs.get("rope_theta", 10000.0), min(32, kwargs.get("context_length", 32)))
 
 
 def check_one(part, name, yours, o):

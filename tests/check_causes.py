@@ -3,7 +3,7 @@
 changes() reads a formula's own text and changes it in one place: a factor left out, eps outside the root, another axis,
 power, sign, name or order of lines. A mistake has an entry here only if it is more than that, or has plainer words;
 then rewritten() puts other lines into the formula's text."""
-import ast, contextlib, copy, functools, inspect, itertools, math, re, time
+import ast, contextlib, functools, inspect, itertools, math, re, time
 import torch
 from torch import cos, exp, log, sigmoid, sin, softmax, sqrt, tanh, where  # noqa: F401, names of changed formulas
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 SAME = 2e-5  # so near is ours with a mistake to yours, in fp32, if the mistake is yours
+SECONDS = 2  # so long causes are looked for, at least each single one
 LR, DECAY = 2e-2, 0.01
 
 
@@ -27,10 +28,9 @@ def difference(a, b):
 
 
 def not_finite(t):
-    """Says how much of a tensor is NaN or infinite, if any is."""
-    wrong = (~t.isfinite()).flatten(0, -2).any(-1) if t.dim() > 1 else ~t.isfinite()
+    """Says how much of a tensor of two or more axes is NaN or infinite, if any is."""
+    wrong, what = (~t.isfinite()).flatten(0, -2).any(-1), "NaN" if t.isnan().any() else "infinite"
     if not wrong.any(): return ""
-    what = "NaN" if t.isnan().any() else "infinite"
     first = int(wrong.int().argmax())
     return f" {int(wrong.sum())} of its {len(wrong)} rows hold what is {what}; the first is row {first}."
 
@@ -46,57 +46,47 @@ def apart(a, b):
 # Names that are taken for one another.
 ALIKE = [set(words.split()) for words in (
     "silu gelu gelu_by_tanh relu sigmoid tanh", "mean total", "cos sin", "ln1 ln2", "attn ffn", "x h", "x w",
-    "gate value", "a b", "T D", "q k v dO O", "dP dS P D", "dQ dK dV", "scores masked p", "p m v g", "m v m_hat v_hat",
+    "gate value", "a b", "T D", "q k v dO O", "dP dS P D", "dQ dK dV", "scores masked p", "p m v g",
     "L m", "c s", "i j", "lr beta1 beta2 eps decay lr_t")]
+
+
+# What stands for `a op b`: a part is left out, another operation or order, or the same twice.
+CHANGED = {ast.Add: "a, b, a - b", ast.Sub: "a, a + b", ast.Mult: "a, b, a / b, a * b * b",
+           ast.Div: "a, a * b, a / b / b", ast.MatMult: "b @ a"}
 
 
 def alternatives(node, names):
     """What may stand for a part of a formula by mistake."""
-    Bin, Call = ast.BinOp, ast.Call
-    binary, call = (lambda a, op, b: Bin(a, op, b)), (lambda f, a, rest: Call(f, [a, *rest], []))
-    if isinstance(node, Bin):
-        a, op, b = node.left, node.op, node.right
-        if not isinstance(op, ast.MatMult): yield a  # the factor, addend or power b is left out
-        if isinstance(op, (ast.Mult, ast.Add)): yield b
-        for one, other in ((ast.Add, ast.Sub), (ast.Mult, ast.Div)):
-            if isinstance(op, (one, other)): yield binary(a, other() if isinstance(op, one) else one(), b)
-        if isinstance(op, ast.MatMult): yield binary(b, op, a)
-        for x, y in ((a, b), (b, a)):  # f(x) + y becomes f(x + y)
-            if isinstance(x, Call) and x.args and isinstance(op, (ast.Add, ast.Mult)):
-                yield call(x.func, binary(x.args[0], op, y), x.args[1:])
-        if isinstance(op, (ast.Mult, ast.Div)): yield binary(node, op, b)  # twice
-    if isinstance(node, Call) and node.args:
-        yield node.args[0]
-        x = node.args[0]
-        if isinstance(x, Bin): yield binary(call(node.func, x.left, node.args[1:]), x.op, x.right)  # f(x + y): f(x) + y
-    if isinstance(node, ast.UnaryOp): yield node.operand
-    if isinstance(node, ast.Attribute) and node.attr == "mT": yield node.value
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        for value in (node.value - 1, node.value + 1): yield ast.Constant(value)
-    if isinstance(node, ast.Compare):
-        for op in (ast.Lt, ast.LtE, ast.Gt, ast.GtE):
-            if not isinstance(node.ops[0], op): yield ast.Compare(node.left, [op()], node.comparators)
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-        alike = set().union(*(words for words in ALIKE if node.id in words)) - {node.id}
-        for name in sorted(alike & names if node.id in names else alike): yield ast.Name(name, ast.Load())
-        if node.id in ("D", "L"): yield ast.Attribute(node, "mT", ast.Load())
+    match node:
+        case ast.BinOp(a, op, b):
+            for other in CHANGED.get(type(op), "a").split(", "):
+                yield re.sub(r"\b[ab]\b", lambda part: f"({ast.unparse(a if part[0] == 'a' else b)})", other)
+            for x, y in ((a, b), (b, a)):  # f(x) + y becomes f(x + y)
+                if isinstance(x, ast.Call) and x.args and isinstance(op, (ast.Add, ast.Mult)):
+                    yield ast.unparse(ast.Call(x.func, [ast.BinOp(x.args[0], op, y), *x.args[1:]], []))
+        case ast.Call(f, [x, *rest]):
+            yield ast.unparse(x)
+            if isinstance(x, ast.BinOp):  # f(x + y) becomes f(x) + y
+                yield ast.unparse(ast.BinOp(ast.Call(f, [x.left, *rest], []), x.op, x.right))
+        case ast.UnaryOp(_, x) | ast.Attribute(x, "mT"): yield ast.unparse(x)
+        case ast.Constant(int(value)): yield from map(str, (value - 1, value + 1))
+        case ast.Compare(a, [_], [b]):
+            for op in ("<", "<=", ">", ">="): yield f"{ast.unparse(a)} {op} {ast.unparse(b)}"
+        case ast.Name(name, ast.Load()):
+            alike = set().union(*(words for words in ALIKE if name in words)) - {name}
+            yield from sorted(alike & names if name in names else alike)
+            if name in ("D", "L"): yield name + ".mT"
 
 
-def variants(node, names):
-    """Each tree that is this one with one part changed."""
-    yield from alternatives(node, names)
-    for field, value in ast.iter_fields(node):
-        parts = value if isinstance(value, list) else [value]
-        for i, part in enumerate(parts):
-            for other in variants(part, names) if isinstance(part, ast.AST) else ():
-                changed = copy.copy(node)
-                setattr(changed, field, [*parts[:i], other, *parts[i + 1:]] if isinstance(value, list) else other)
-                yield changed
+def variants(line, names):
+    """Each text that is this line with one part changed."""
+    for node in ast.walk(ast.parse(line)):
+        for other in alternatives(node, names):
+            yield ast.unparse(ast.parse(f"{line[:node.col_offset]}({other}){line[node.end_col_offset:]}"))
 
 
 # Changes that have plainer words than their formula.
-PLAIN = {"t = steps": "t of the bias correction begins at 0 instead of 1",
-         "t = steps + 2": "t of the bias correction begins at 2 instead of 1",
+PLAIN = {"t = steps + 2": "t of the bias correction begins at 2 instead of 1",
          "t = 1": "t of the bias correction is always 1: it does not grow",
          "lr_t = lr / (1 - beta1 ** t)": "only m gets its bias correction: sqrt(1 - beta2^t) is missing",
          "lr_t = lr * (1 - beta2 ** t) ** 0.5": "only v gets its bias correction: 1 - beta1^t is missing",
@@ -110,18 +100,16 @@ PLAIN = {"t = steps": "t of the bias correction begins at 0 instead of 1",
          "h = attn(ln1(x))": "the residual is missing around attention: it is x + attn(ln1(x))",
          "return ffn(ln2(h))": "the residual is missing around the FFN: it is x + ffn(ln2(x))",
          "return h + ffn(ln1(h))": "the FFN's norm is ln1 instead of ln2",
-         "return h + ffn(ln2(x))": "attention and FFN are parallel: x + attn(ln1(x)) + ffn(ln2(x))",
          "return w * x / (sqrt(mean(x ** 2, -1)) + eps)": "RMSNorm's eps stands outside the root",
          "return w * x / (mean(x ** 2, -1) + eps)": "the norms take no root of mean(x^2) + eps",
          "return w * x / sqrt(total(x ** 2, -1) + eps)": "the norms sum x^2 instead of taking its mean",
          "return x / sqrt(mean(x ** 2, -1) + eps)": "the norms are not multiplied by their weight",
+         "return x @ w.T": "there is no norm before lm_head",
          "return gelu(gate) * value": "the activation is GELU instead of SiLU",
-         "return relu(gate) * value": "the activation is ReLU instead of SiLU",
          "return silu(value) * gate": "w1 and w3 are swapped: SwiGLU is w2(silu(w1 x) * w3 x)",
          "return silu(gate * value)": "the FFN is w2(silu(w1 x * w3 x)) instead of w2(silu(w1 x) * w3 x)",
          "P = exp(S - L)": "backward recomputes P without the causal mask",
          "P = exp(S - L.mT) * seen": "backward subtracts L along the keys: S - L takes L[..., :, None]",
-         "P = exp(S - m) * seen": "backward subtracts only the scores' maximum m instead of L = m + log l",
          "dS = P * dP": "backward lacks D = rowsum(dO * O): dS = P * (dP - D)",
          "dS = P * (dP - D.mT)": "backward subtracts D along the keys: dP - D takes D[..., :, None]",
          "dK = dS @ q * scale": "dK is dS Q; dK = dS^T Q is right", "dV = P @ dO": "dV is P dO; dV = P^T dO is right",
@@ -133,6 +121,7 @@ PLAIN = {"t = steps": "t of the bias correction begins at 0 instead of 1",
 
 @functools.cache
 def lines_of(formula):
+    if hasattr(formula, "lines"): return formula.lines
     return [ast.unparse(line) for line in ast.parse(inspect.getsource(formula)).body[0].body]
 
 
@@ -140,6 +129,7 @@ def with_lines(formula, lines):
     """The function that has these lines instead of the formula's."""
     space = dict(formula.__globals__)
     exec("\n    ".join([f"def other{inspect.signature(formula)}:", *lines]), space)
+    space["other"].lines = lines
     return space["other"]
 
 
@@ -163,8 +153,7 @@ def changes(formula):
     """[(a function that is formula with one small change, the change in words)], each once."""
     lines, arguments, found = lines_of(formula), list(inspect.signature(formula).parameters), {}
     names = {*arguments, *(name for line in lines for name in re.findall(r"\w+", line.rpartition(" = ")[0]))}
-    bodies = [lines[:i] + [ast.unparse(other)] + lines[i + 1:] for i, line in enumerate(lines)
-              for other in variants(ast.parse(line).body[0], names)]
+    bodies = [[*lines[:i], other, *lines[i + 1:]] for i, line in enumerate(lines) for other in variants(line, names)]
     for a, b in itertools.combinations(arguments, 2):  # two names are swapped throughout
         swap = {a: b, b: a}
         bodies.append([re.sub(rf"\b({a}|{b})\b", lambda name: swap[name[0]], line) for line in lines])
@@ -178,10 +167,6 @@ def changes(formula):
     return list(found.values())
 
 
-class Differs(Exception):
-    """Ends a run whose numbers are not yours."""
-
-
 def explains(run, wrong, yours):
     """(how many of yours agree before the first that does not, the largest difference if all agree, else None)"""
     agreed = []
@@ -189,19 +174,22 @@ def explains(run, wrong, yours):
     def see(name, x):
         if name not in yours: return
         far = difference(yours[name], x) if yours[name].shape == x.shape else math.inf
-        if far > SAME: raise Differs
+        if far > SAME: raise ArithmeticError
         agreed.append(far)
 
     try: run(see, **wrong)
-    except Exception: return len(agreed), None  # Differs, or what no longer is a formula
+    except Exception: return len(agreed), None  # it differs, or is no formula any more
     return len(agreed), max(agreed, default=None)
 
 
-def likely_causes(mistakes, run, yours, seconds=3):
+def likely_causes(mistakes, run, yours):
     """([cause], how near) of those (arguments of run, cause) that give what yours gives: one of them, or else two.
 
-    run(see, **arguments) calls see(name, tensor) in the order in which it computes."""
-    right, near, others = {}, [], []
+    run(see, **arguments) calls see(name, tensor) in the order in which it computes. Each mistake is tried, and then
+    pairs, the usual ones first, until this thread has taken SECONDS in all. It is alone: the tensors are small, and
+    threads would wait for one another."""
+    right, near, others, threads, end = {}, [], [], torch.get_num_threads(), time.thread_time() + SECONDS
+    torch.set_num_threads(1)
     run(right.__setitem__)
     yours = {name: yours[name] for name, x in right.items() if name in yours and yours[name].shape == x.shape}
     common = explains(run, {}, yours)[0]
@@ -209,17 +197,16 @@ def likely_causes(mistakes, run, yours, seconds=3):
         agree, far = explains(run, wrong, yours)
         if far is not None: near.append((far, cause))
         elif agree >= common: others.append((agree - common, wrong, cause))
-    if not near:
-        # Of two mistakes one explains more than none, or both act where the first difference is.
-        others.sort(key=lambda other: -other[0])
-        end = time.thread_time() + seconds
-        acts = functools.cache(lambda i: explains(run, others[i][1], right)[0] <= common)
-        for i, j in itertools.combinations(range(len(others)), 2):
-            (more, a, x), (_, b, y) = others[i], others[j]
-            if time.thread_time() > end or near and not more: break
-            if a.keys() & b.keys() or not (more or acts(i) and acts(j)): continue
-            far = explains(run, a | b, yours)[1]
-            if far is not None: near.append((far, f"{x}; and {y}"))
+    # Of two mistakes one explains more than none, or both act where the first difference is. Usual ones have words.
+    others = [] if near else sorted(others, key=lambda other: (-other[0], "`" in other[2]))
+    acts = functools.cache(lambda i: explains(run, others[i][1], right)[0] <= common)
+    for i, j in ((i, j) for j in range(len(others)) for i in range(j)):
+        (more, a, x), (_, b, y) = others[i], others[j]
+        if time.thread_time() > end or near and not more: break
+        if a.keys() & b.keys() or not (more or acts(i) and acts(j)): continue
+        far = explains(run, a | b, yours)[1]
+        if far is not None: near.append((far, f"{x}; and {y}"))
+    torch.set_num_threads(threads)
     best = min(near, default=(None, ""))[0]
     return list(dict.fromkeys(cause for far, cause in near if far <= 3 * best + 1e-6)), best
 
@@ -298,6 +285,10 @@ def heads_of(q, k, v, split, turn):
     return q, k, split(v)
 
 
+def split(y, H): return y.unflatten(-1, (H, -1)).transpose(1, 2)
+def join(o): return o.transpose(1, 2).flatten(-2)
+def embedded(x): return x
+def logits_of(x, norm, w): return norm(x) @ w.T
 def rms_norm(x, w, eps=1e-5): return w * x / sqrt(mean(x ** 2, -1) + eps)
 def swiglu(gate, value): return silu(gate) * value
 
@@ -313,13 +304,12 @@ def steps_of_attention(q, k, v, causal):
     scores, masked, p = (steps[name] for name in ("scores", "masked", "p"))
     unmasked, stages = masked.isfinite(), {"scores": (scores, scores[masked.isfinite()]), "softmax": p}
     L, m = masked.logsumexp(-1, keepdim=True), masked.amax(-1, keepdim=True)
-    return dict(scores=scores, unmasked=unmasked, L=L, m=m, p=p, O=p @ v, stages=stages)
+    return dict(scores=scores, masked=masked, unmasked=unmasked, L=L, m=m, p=p, O=p @ v, stages=stages)
 
 
 def reference(see, w, tokens, heads, theta, order, norm=rms_norm, glu=swiglu, block=block, rope=rope, attend=attend,
-              heads_of=heads_of, split=lambda y, H: y.unflatten(-1, (H, -1)).transpose(1, 2),
-              join=lambda o: o.transpose(1, 2).flatten(-2), transposed=(), scale=1, final=True,
-              end=lambda logits: logits, stages=None):
+              heads_of=heads_of, split=split, join=join, embedded=embedded, logits_of=logits_of, transposed=(),
+              stages=None):
     """Calls see(module, its output) in the order of forward. w: weights by name. order: the layers, by number. stages
     gets what is computed inside a module. The rest: ours, or a mistake."""
     kept = set()
@@ -349,54 +339,12 @@ def reference(see, w, tokens, heads, theta, order, norm=rms_norm, glu=swiglu, bl
         if stages is not None: stages[name] = {"silu(w1 x)": silu(gate), "silu(w1 x) * w3 x": glu(gate, value)}
         return keep(name, linear(name + ".w2", glu(gate, value)))
 
-    x = keep("token_embeddings", w["token_embeddings.weight"][tokens]) * scale
+    x = embedded(keep("token_embeddings", w["token_embeddings.weight"][tokens]))
     for i in order:
         at, part = f"layers.{i}", functools.partial
         x = block(x, part(attention, at + ".attn"), part(ffn, at + ".ffn"), normed(at + ".ln1"), normed(at + ".ln2"))
         keep(at, x)
-    if final: x = normed("ln_final")(x)
-    keep("lm_head", end(x @ w["lm_head.weight"].T))
-
-
-# Mistakes that are more than one change, or that have plainer words: (formula, its other lines, the cause in words).
-HALVES = "the rotary embedding turns x[i] with x[i + D/2] instead of x[2i] with x[2i + 1]"
-INVERTED = "the causal mask is inverted: a query sees"
-NORMED = "a residual adds the normed x: it is x + attn(ln1(x)), then x + ffn(ln2(x))"
-REWRITTEN = [
-    (rope, "a, b = x.chunk(2, -1)", "return torch.cat((a * c - b * s, a * s + b * c), -1)", HALVES),
-    (rope, "a, b = x.chunk(2, -1)", "return torch.cat((a * c + b * s, b * c - a * s), -1)", HALVES + ", the other way"),
-    (rope, "c, s = cos(angle), -sin(angle)", "the rotary embedding turns the other way: the sign of sin is wrong"),
-    (rope, "c, s = cos(2 * angle), sin(2 * angle)", "the rotary embedding is applied twice"),
-    (rope, "c, s = cos(angle).bfloat16().to(x), sin(angle).bfloat16().to(x)", "cos and sin are rounded to bfloat16"),
-    (rope, "c, s = cos(angle).half().to(x), sin(angle).half().to(x)", "cos and sin are rounded to float16"),
-    (heads_of, "q = split(q)", "k = split(k)", "there is no rotary embedding, or its positions are the heads"),
-    (heads_of, "q = split(turn(q))", "k = split(turn(k))", "the rotary embedding comes before the heads are split"),
-    (heads_of, "return q, k, turn(split(v))", "v gets the rotary embedding, too; only q and k take it"),
-    (rms_norm, "return rms_norm(x - mean(x, -1), w)", "the norms subtract the mean, as LayerNorm does"),
-    (rms_norm, "return rms_norm(x, 1 + w)", "the norms are multiplied by 1 + weight"),
-    (rms_norm, "return rms_norm(x.bfloat16(), w.bfloat16()).to(x)", "the norms are computed in bfloat16"),
-    (rms_norm, "return rms_norm(x.half(), w.half()).to(x)", "the norms are computed in float16"),
-    (block, "h = ln1(x + attn(x))", "return ln2(h + ffn(h))", "norms come after the residual sum, and not before it"),
-    (block, "h = ln1(x) + attn(ln1(x))", "return ln2(h) + ffn(ln2(h))", NORMED),
-    (block, "h = ln1(x) + attn(ln1(x))", NORMED),
-    (block, "return ln2(h) + ffn(ln2(h))", NORMED),
-    (block, "h = attn(ln1(x))", "return ffn(ln2(h))",
-     "both residuals of a block are missing: it is x + attn(ln1(x)), then x + ffn(ln2(x))"),
-    (attend, "p = softmax(scores, -1) * (seen if causal else 1)",
-     "the mask comes after softmax: P does not add up to 1"),
-    (attend, "return (p @ v)[:1].expand_as(v)", "each batch gets what is the first one's"),
-    (attend, "return p.bfloat16().to(p) @ v", "P is rounded to bfloat16"),
-    (attend, "return p.half().to(p) @ v", "P is rounded to float16"),
-    (attend, "seen = j - 1 <= i[:, None]", "the causal mask is off by one: a query sees the key after its own")]
-for fill in ("-math.inf", "-1e6", "-1e9", "scores - 1e6", "scores - 1e9"):
-    line = f"masked = where(seen, scores, {fill}) if causal else scores"
-    REWRITTEN += [
-        (attend, "seen = j < i[:, None]", line, "the causal mask is off by one: a query does not see its own key"),
-        (attend, "seen = j > i[:, None]", line, f"{INVERTED} only the keys after its own"),
-        (attend, "seen = j >= i[:, None]", line, f"{INVERTED} its own key and those after it")]
-for fill in ("0", "-1", "-10", "-100", "scores - 1", "scores - 10", "scores - 100"):
-    REWRITTEN += [(attend, f"masked = where(seen, scores, {fill}) if causal else scores",
-                   f"a masked score becomes {fill}; it has to become -inf before softmax")]
+    keep("lm_head", logits_of(x, normed("ln_final"), w["lm_head.weight"]))
 
 
 def mistakes_in(**formulas):
@@ -410,29 +358,14 @@ def mistakes_in(**formulas):
 def mistakes(w, heads, theta, order, first):
     """(what is to be changed in reference's arguments, the cause in words). first: the first module that differs"""
     C = w["ln_final.weight"].shape[0]
-    yield from mistakes_in(rope=rope, heads_of=heads_of, attend=attend, norm=rms_norm, glu=swiglu, block=block)
+    yield from mistakes_in(rope=rope, heads_of=heads_of, attend=attend, norm=rms_norm, glu=swiglu, block=block,
+                           split=split, join=join, embedded=embedded, logits_of=logits_of)
     for other in sorted({10, 100, 1000, 1e4, 1e5, 5e5, 1e6, theta ** 0.5} - {theta}):
         or_exponent = ", or its exponent lacks its factor 2: it is -2k/D" if other == theta ** 0.5 else ""
         yield dict(theta=other), f"theta of the rotary embedding is {other:g} instead of {theta:g}{or_exponent}"
     for other in range(1, C // 2 + 1):
         if other == heads or C % (2 * other): continue
         yield dict(heads=other), f"there are {other} heads instead of {heads}"
-    untransposed = dict(join=lambda o: o.reshape(len(o), o.shape[2], -1))
-    yield untransposed, "heads are joined without transpose(1, 2) before the reshape"
-    by_view = dict(split=lambda y, H: y.reshape(len(y), H, y.shape[1], -1))
-    for wrong in (by_view, by_view | untransposed):
-        yield wrong, "heads are cut by view(B, H, T, D); the handout's by view(B, T, H, D).transpose(1, 2)"
-    interleaved = dict(split=lambda y, H: y.unflatten(-1, (-1, H)).permute(0, 3, 1, 2))
-    for wrong in (interleaved, interleaved | dict(join=lambda o: o.permute(0, 2, 3, 1).flatten(-2))):
-        yield wrong, "heads are interleaved: they are cut by view(B, T, D, H) instead of view(B, T, H, D)"
-    for axes in (-1, (1, -1)):  # of a head, of all; the rotary embedding keeps the norm
-        unit = lambda t, axes=axes: t / sqrt((t ** 2).mean(axes, keepdim=True) + 1e-5)
-        normed = lambda q, k, v, causal, D, unit=unit: attend(unit(q), unit(k), v, causal, D)
-        yield dict(attend=normed), "q and k are normed; the handout's are not"
-    by_C = lambda q, k, v, causal, D: attend(q, k, v, causal, C)
-    if heads > 1: yield dict(attend=by_C), "scores are divided by sqrt(d_model) instead of sqrt(D)"
-    for eps in (0, 1e-12, 1e-8, 1e-6, 1e-4, 1e-3):
-        yield dict(norm=functools.partial(rms_norm, eps=eps)), f"RMSNorm's eps is {eps:g} instead of 1e-5"
     is_turned = "transposed: a Linear is x @ weight.T, and weight is [out, in]"
     for name, p in w.items():
         if not name.startswith("layers.0.") or len(set(p.shape)) == p.dim(): continue
@@ -445,10 +378,6 @@ def mistakes(w, heads, theta, order, first):
     for a, b in [*projections, ("ln1", "ln2"), ("w1", "w3")]:
         other = {name: w[name.replace(a, b) if a in name else name.replace(b, a)] for name in w}
         yield dict(w=other), f"{a} and {b} are swapped"
-    yield dict(final=False), "there is no norm before lm_head"
-    yield dict(scale=C ** 0.5), "the embedding is multiplied by sqrt(d_model)"
-    for end in (torch.softmax, torch.log_softmax):
-        yield dict(end=functools.partial(end, dim=-1)), f"the model returns {end.__name__}(logits) instead of logits"
     if len(order) > 1:
         yield dict(order=order[:-1]), "the last layer is left out"
         yield dict(order=[0] * len(order)), "each layer is the first one's block"
@@ -466,8 +395,7 @@ def tiled(q, k, v, causal, size, wrong):
         column = torch.arange(j, min(j + B, S), device=q.device)[None]
         if causal: s = s.masked_fill(column % B > row % B if wrong == "local" else column > row, -1e6)
         if wrong == "diagonal": s = s.masked_fill(column // B >= (row // B).clamp(min=1), -math.inf)
-        top = s.amax((-2, -1), keepdim=True) if wrong == "axis" else s.amax(-1, keepdim=True)
-        new = torch.maximum(m, top)
+        new = torch.maximum(m, s.amax(-1, keepdim=True))
         p, old = (s - new).exp(), (m - new).exp()
         l = (l if wrong == "l" else old * l) + p.sum(-1, keepdim=True)
         o = (o if wrong == "o" else o / old if wrong == "inverse" and j else old * o) + p @ v[..., j:j + B, :]
@@ -486,7 +414,8 @@ def tile_mistakes(causal):
         words["local"] = "the causal mask compares places inside a tile instead of in the sequence"
         words["diagonal"] = "the tile on the diagonal is left out, but for the first"
     for wrong, size in itertools.product(words, (16, 32, 64, 128)):
-        yield dict(wrong=wrong, size=size), f"{words[wrong]} (tiles of {size})"
+        by_tiles = lambda q, k, v, causal, D, size=size, wrong=wrong: tiled(q, k, v, causal, size, wrong)
+        yield dict(attend=by_tiles), f"{words[wrong]} (tiles of {size})"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -508,15 +437,8 @@ def adamw(p, m, v, g, steps, lr, beta1, beta2, eps, decay):
     return p, m, v
 
 
-def adamw_of_torch(p, m, v, g, steps, lr, beta1, beta2, eps, decay):
-    t = steps + 1
-    p = p * (1 - lr * decay)
-    m = beta1 * m + (1 - beta1) * g
-    v = beta2 * v + (1 - beta2) * g ** 2
-    m_hat = m / (1 - beta1 ** t)
-    v_hat = v / (1 - beta2 ** t)
-    p = p - lr * m_hat / (sqrt(v_hat) + eps)
-    return p, m, v
+ADAMW_OF_TORCH = rewritten(adamw, "lr_t = lr / (1 - beta1 ** t)",
+                           "p = p - lr_t * m / (sqrt(v / (1 - beta2 ** t)) + eps)")
 
 
 def settings_of(group, steps, own=True, kept=(), stepped=(0, 1), **more):
@@ -530,7 +452,7 @@ def settings_of(group, steps, own=True, kept=(), stepped=(0, 1), **more):
 
 def after_steps(p, gradients, settings, of_torch=False, formula=None, after=False, l2=False, **_):
     """[p, m, v] after a step for each of the gradients and settings, in double."""
-    formula = formula or (adamw_of_torch if of_torch else adamw)
+    formula = formula or (ADAMW_OF_TORCH if of_torch else adamw)
     state = p.double(), torch.zeros_like(p.double()), torch.zeros_like(p.double())
     for steps, (g, setting) in enumerate(zip(gradients, settings)):
         lr, betas, eps, decay = setting.values()
@@ -538,9 +460,6 @@ def after_steps(p, gradients, settings, of_torch=False, formula=None, after=Fals
         p, m, v = formula(*state, g, torch.tensor(float(steps)).double(), lr, *betas, eps, 0 if after or l2 else decay)
         state = p * (1 - lr * decay) if after else p, m, v
     return state
-
-
-REWRITTEN += [(adamw, "lr_t = lr", "there is no bias correction")]
 
 
 def optimizer_mistakes():
@@ -552,7 +471,7 @@ def optimizer_mistakes():
     for betas in ((0.9, 0.95), (0.9, 0.98), (0.9, 0.99)):
         yield dict(betas=betas), f"the betas are {betas} instead of (0.9, 0.999)"
     for eps in (1e-12, 1e-10, 1e-7, 1e-6, 1e-5): yield dict(eps=eps), f"eps is {eps:g} instead of 1e-8"
-    for formula in (adamw, adamw_of_torch): yield from mistakes_in(formula=formula)
+    for formula in (adamw, ADAMW_OF_TORCH): yield from mistakes_in(formula=formula)
 
 
 def group_mistakes():
@@ -587,18 +506,6 @@ def backward_with(see, q, k, v, do, causal, formula=backward, power=1, alone=Fal
     for name, gradient in zip(("dq", "dk", "dv"), gradients): see(name, gradient)
 
 
-REWRITTEN += [
-    (backward, "D = total(dP, -1)", "backward has D = rowsum(dP) instead of rowsum(dO * O)"),
-    (backward, "P = exp(S - exp(L - m)) * seen", "backward subtracts l instead of L = m + log l"),
-    (backward, "P = exp(S - (L - m)) * seen", "backward subtracts log l instead of L = m + log l"),
-    (backward, "dV = (exp(S - m) * seen).mT @ dO", "dV takes exp(S - m), which is not divided by l, instead of P"),
-    (backward, "P = (exp(S - L) * seen).bfloat16().to(S)", "backward rounds P to bfloat16"),
-    (backward, "P = (exp(S - L) * seen).half().to(S)", "backward rounds P to float16")]
-for order in itertools.permutations(("dQ", "dK", "dV")):
-    got = ", ".join(order)
-    REWRITTEN += [(backward, f"return {got}", f"backward returns {got} instead of dQ, dK, dV")]
-
-
 def backward_mistakes():
     yield dict(power=0), "dQ and dK lack the factor 1/sqrt(D)"
     yield dict(power=2), "dQ and dK have the factor 1/sqrt(D) twice"
@@ -606,15 +513,74 @@ def backward_mistakes():
     yield from mistakes_in(formula=backward)
 
 
-def lse_of(L, m):
-    return L
+def lse_of(S, m):
+    l = total(exp(S - m), -1)
+    return m + log(l)
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Mistakes that are more than one change, or that have plainer words: (formula, its other lines, the cause in words)
 
-REWRITTEN += [
-    (lse_of, "return L / math.log(2)", "the saved logsumexp is in base 2, as exp2 takes it; L is ln 2 times that"),
+HALVES = "the rotary embedding turns x[i] with x[i + D/2] instead of x[2i] with x[2i + 1]"
+INVERTED = "the causal mask is inverted: a query sees"
+NORMED = "a residual adds the normed x: it is x + attn(ln1(x)), then x + ffn(ln2(x))"
+QK_NORM = "q and k are normed; the handout's are not"
+REWRITTEN = [
+    (rope, "a, b = x.chunk(2, -1)", "return torch.cat((a * c - b * s, a * s + b * c), -1)", HALVES),
+    (rope, "a, b = x.chunk(2, -1)", "return torch.cat((a * c + b * s, b * c - a * s), -1)", HALVES + ", the other way"),
+    (rope, "c, s = cos(angle), -sin(angle)", "the rotary embedding turns the other way: the sign of sin is wrong"),
+    (rope, "c, s = cos(2 * angle), sin(2 * angle)", "the rotary embedding is applied twice"),
+    (heads_of, "q = split(q)", "k = split(k)", "there is no rotary embedding, or its positions are the heads"),
+    (heads_of, "q = split(turn(q))", "k = split(turn(k))", "the rotary embedding comes before the heads are split"),
+    (heads_of, "return q, k, turn(split(v))", "v gets the rotary embedding, too; only q and k take it"),
+    (heads_of, "q = turn(split(rms_norm(q, 1)))", "k = turn(split(rms_norm(k, 1)))", QK_NORM),
+    (attend, "scores = rms_norm(q, 1) @ rms_norm(k, 1).mT / D ** 0.5", QK_NORM),
+    (attend, "scores = q @ k.mT / (q.shape[1] * D) ** 0.5", "scores are divided by sqrt(d_model) instead of sqrt(D)"),
+    (split, "return y.reshape(len(y), H, y.shape[1], -1)",
+     "heads are cut by view(B, H, T, D); the handout's by view(B, T, H, D).transpose(1, 2)"),
+    (split, "return y.unflatten(-1, (-1, H)).permute(0, 3, 1, 2)",
+     "heads are interleaved: they are cut by view(B, T, D, H) instead of view(B, T, H, D)"),
+    (join, "return o.permute(0, 2, 3, 1).flatten(-2)", "heads are interleaved when they are joined"),
+    (join, "return o.reshape(len(o), o.shape[2], -1)", "heads are joined without transpose(1, 2) before the reshape"),
+    (embedded, "return x * x.shape[-1] ** 0.5", "the embedding is multiplied by sqrt(d_model)"),
+    (logits_of, "return softmax(norm(x) @ w.T, -1)", "the model returns softmax(logits) instead of logits"),
+    (logits_of, "return log(softmax(norm(x) @ w.T, -1))", "the model returns log_softmax(logits) instead of logits"),
+    (rms_norm, "return rms_norm(x - mean(x, -1), w)", "the norms subtract the mean, as LayerNorm does"),
+    (rms_norm, "return rms_norm(x, 1 + w)", "the norms are multiplied by 1 + weight"),
+    (block, "h = ln1(x + attn(x))", "return ln2(h + ffn(h))", "norms come after the residual sum, and not before it"),
+    (block, "h = ln1(x) + attn(ln1(x))", "return ln2(h) + ffn(ln2(h))", NORMED),
+    (block, "h = ln1(x) + attn(ln1(x))", NORMED),
+    (block, "return ln2(h) + ffn(ln2(h))", NORMED),
+    (block, "h = attn(ln1(x))", "return ffn(ln2(h))",
+     "both residuals of a block are missing: it is x + attn(ln1(x)), then x + ffn(ln2(x))"),
+    (attend, "p = softmax(scores, -1) * (seen if causal else 1)",
+     "the mask comes after softmax: P does not add up to 1"),
+    (attend, "return (p @ v)[:1].expand_as(v)", "each batch gets what is the first one's"),
+    (attend, "seen = j - 1 <= i[:, None]", "the causal mask is off by one: a query sees the key after its own"),
+    (adamw, "lr_t = lr", "there is no bias correction"),
+    (backward, "D = total(dP, -1)", "backward has D = rowsum(dP) instead of rowsum(dO * O)"),
+    (backward, "P = exp(S - exp(L - m)) * seen", "backward subtracts l instead of L = m + log l"),
+    (backward, "P = exp(S - (L - m)) * seen", "backward subtracts log l instead of L = m + log l"),
+    (backward, "dV = (exp(S - m) * seen).mT @ dO", "dV takes exp(S - m), which is not divided by l, instead of P"),
+    (lse_of, "return m / math.log(2) + torch.log2(l)", "the saved logsumexp is in base 2; L is ln 2 times that"),
     (lse_of, "return m", "the saved tensor is not the logsumexp but only the scores' maximum"),
-    (lse_of, "return exp(L - m)", "the saved tensor is l; L = m + log l"),
-    (lse_of, "return L - m", "the saved tensor is log l; L = m + log l"),
-    (lse_of, "return m + exp(L - m)", "the saved tensor is m + l; L = m + log l"),
-    (lse_of, "return m * exp(L - m)", "the saved tensor is m * l; L = m + log l"),
-    (lse_of, "return exp(L)", "the saved tensor is the sum of exp(S); L = m + log l")]
+    (lse_of, "return l", "the saved tensor is l; L = m + log l"),
+    (lse_of, "return log(l)", "the saved tensor is log l; L = m + log l"),
+    (lse_of, "return exp(m + log(l))", "the saved tensor is the sum of exp(S); L = m + log l")]
+for low, name in ((".bfloat16()", "bfloat16"), (".half()", "float16")):
+    REWRITTEN += [
+        (rope, f"c, s = cos(angle){low}.to(x), sin(angle){low}.to(x)", f"cos and sin are rounded to {name}"),
+        (rms_norm, f"return rms_norm(x{low}, w{low}).to(x)", f"the norms are computed in {name}"),
+        (attend, f"return p{low}.to(p) @ v", f"P is rounded to {name}"),
+        (backward, f"P = (exp(S - L) * seen){low}.to(S)", f"backward rounds P to {name}")]
+for order in itertools.permutations(("dQ", "dK", "dV")):
+    got = ", ".join(order)
+    REWRITTEN += [(backward, f"return {got}", f"backward returns {got} instead of dQ, dK, dV")]
+for fill in ("-math.inf", "-1e6", "-1e9", "scores - 1e6", "scores - 1e9"):
+    line = f"masked = where(seen, scores, {fill}) if causal else scores"
+    REWRITTEN += [
+        (attend, "seen = j < i[:, None]", line, "the causal mask is off by one: a query does not see its own key"),
+        (attend, "seen = j > i[:, None]", line, f"{INVERTED} only the keys after its own"),
+        (attend, "seen = j >= i[:, None]", line, f"{INVERTED} its own key and those after it")]
+for fill in ("0", "-1", "-10", "-100", "scores - 1", "scores - 10", "scores - 100"):
+    REWRITTEN += [(attend, f"masked = where(seen, scores, {fill}) if causal else scores",
+                   f"a masked score becomes {fill}; it has to become -inf before softmax")]
