@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 SAME = 2e-5  # so near is ours with a mistake to yours, in fp32, if the mistake is yours
-SECONDS = 2  # so long causes are looked for, at least each single one
+SECONDS = 2  # so long pairs of mistakes are tried
 LR, DECAY = 2e-2, 0.01
 
 
@@ -186,9 +186,9 @@ def likely_causes(mistakes, run, yours):
     """([cause], how near) of those (arguments of run, cause) that give what yours gives: one of them, or else two.
 
     run(see, **arguments) calls see(name, tensor) in the order in which it computes. Each mistake is tried, and then
-    pairs, the usual ones first, until this thread has taken SECONDS in all. It is alone: the tensors are small, and
+    pairs, the likely ones first, until this thread has taken SECONDS more. It is alone: the tensors are small, and
     threads would wait for one another."""
-    right, near, others, threads, end = {}, [], [], torch.get_num_threads(), time.thread_time() + SECONDS
+    right, near, others, threads = {}, [], [], torch.get_num_threads()
     torch.set_num_threads(1)
     run(right.__setitem__)
     yours = {name: yours[name] for name, x in right.items() if name in yours and yours[name].shape == x.shape}
@@ -200,7 +200,10 @@ def likely_causes(mistakes, run, yours):
     # Of two mistakes one explains more than none, or both act where the first difference is. Usual ones have words.
     others = [] if near else sorted(others, key=lambda other: (-other[0], "`" in other[2]))
     acts = functools.cache(lambda i: explains(run, others[i][1], right)[0] <= common)
-    for i, j in ((i, j) for j in range(len(others)) for i in range(j)):
+    end, n, helpful = time.thread_time() + SECONDS, len(others), sum(more > 0 for more, _, _ in others)
+    one_helps = ((i, j) for i in range(helpful) for j in range(i + 1, n))
+    both_act = ((i, j) for j in range(helpful, n) for i in range(helpful, j))
+    for i, j in itertools.chain(one_helps, both_act):
         (more, a, x), (_, b, y) = others[i], others[j]
         if time.thread_time() > end or near and not more: break
         if a.keys() & b.keys() or not (more or acts(i) and acts(j)): continue
