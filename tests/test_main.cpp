@@ -249,21 +249,25 @@ TEST_CASE("main: info's rates are FLOPs and bytes, read and written, per second"
     Tensor a = zeros({n, n}, F32), b = zeros({n, n}, F32), c = zeros({n, n}, F32);
     Tensor from = zeros({bytes / 4}, F32), to = zeros({bytes / 4}, F32);
     double tflops = 0, gb_per_s = 0, product_ms = INFINITY, copy_ms = INFINITY;
-    for (int i = 0; i < 20; i++) {  // the best of each: other processes cannot make it better
+    double product = 0, copied = 0;
+    auto far_off = [](double ratio) {  // half or twice is
+        return std::fabs(std::log(ratio)) > std::log(1.4);
+    };
+    // The best of each: other processes cannot make it better, but may keep it from coming soon.
+    for (int i = 0; i < 20 || (i < 200 && (far_off(product) || far_off(copied))); i++) {
         tflops = std::max(tflops, matmul_tflops(FP32, n));
         gb_per_s = std::max(gb_per_s, copy_gb_per_s(bytes));
         product_ms = std::min(
             product_ms, stats_of(time_ms(2, 10, [&] { gemm(c, a, false, b, false); })).median);
         copy_ms = std::min(copy_ms,
                            stats_of(time_ms(2, 10, [&] { copy_or_add(to, from, false); })).median);
+        product = tflops * product_ms / (2e-9 * n * n * n);
+        copied = gb_per_s * copy_ms / (2e-6 * bytes);
     }
-    const double product = tflops * product_ms / (2e-9 * n * n * n);
-    const double copied = gb_per_s * copy_ms / (2e-6 * bytes);
     CAPTURE(product);
     CAPTURE(copied);
-    for (double ratio : {product, copied}) {
-        CHECK(std::fabs(std::log(ratio)) < std::log(1.4));  // half or twice is far off
-    }
+    CHECK(!far_off(product));
+    CHECK(!far_off(copied));
     begin_on(CPU);
 }
 TEST_CASE("main: what runs on one GPU runs on the GPU that was asked for") {
