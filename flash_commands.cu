@@ -297,7 +297,7 @@ static void answer_flash_benchmarking(const AttentionRuns& all) {
 // Times naive and the fastest flash at all sizes, and prints the table and the answers. Returns 0.
 int cmd_flash_benchmarking(const Options& o) {
     choose_device(o.device);
-    const int longest = o.quick ? 256 : 65536;
+    const int longest = o.quick ? 512 : 65536;
     vector<int> lengths;
     for (int S = 128; S <= longest; S *= 2) { lengths.push_back(S); }
     const double ms = o.quick ? 20 : 100;  // for each time

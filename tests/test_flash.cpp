@@ -887,7 +887,7 @@ TEST_CASE("answers: the commands of sections 1.2 and 1.3, --quick") {
         {"weighted_sum", {"of the largest x: it moves"}},
         {"flash_forward", {pass, "**(c)** A masked score"}},
         {"flash_backward", {pass, "Backward computes P again"}},
-        {"flash_benchmarking", {"8 configurations that fit"}},
+        {"flash_benchmarking", {"12 configurations that fit"}},
         {"flash_leaderboard", {"\n| tiled "}},
     };
     for (const auto& [command, says] : phrases) { check_quick({command}, says); }
