@@ -73,8 +73,8 @@ Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding,
 constexpr int ROWS = 10, POSITIONS = 8, VOCABULARY = 100;
 // Returns this rank's rows of a batch, cut into n batches of equal size.
 vector<Batch> part_of(const Batch& all, const Communicator& c, int n);
-// Takes a step of `ours` on this rank's part of a random batch, cut into so many batches. Takes
-// a step of `whole` on all of it.
+// Takes a step of `ours` on this rank's part of a random batch, cut into so many batches. Rank 0
+// takes a step of `whole` on all of it.
 void train_both(const Communicator& c, Trainer& ours, Trainer& whole, uint64_t seed,
                 int batches = 1);
 // How the weights of several ranks differ from those of one process.
