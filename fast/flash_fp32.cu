@@ -15,7 +15,12 @@
 // flash_v1 and flash_v2 have 7, and sums in no fixed order.
 #include "flash.h"
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
+
+// A block of a T4 has 64 KB, less than backward needs. For it the kernels have no body.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#define FP32_RUNS
+#endif
 
 constexpr int FP32_THREADS = 128;
 constexpr int ACROSS = 8;                    // threads across a tile: see thread_x
@@ -239,6 +244,7 @@ DEVICE void fp32_softmax(Part<R, N>& S, Part<R, COUNT>& O, float (&m)[R], float 
 template <int D, int R>
 __global__ void __launch_bounds__(FP32_THREADS, FORWARD_BLOCKS)
     flash_fp32_forward_kernel(AttentionArgs a) {
+#ifdef FP32_RUNS
     constexpr int OWN = R * DOWN;
     constexpr int Bk = fp32_keys(D);
     extern __shared__ float4 shared[];
@@ -281,6 +287,7 @@ __global__ void __launch_bounds__(FP32_THREADS, FORWARD_BLOCKS)
         if (thread_x() == 0 && i < a.Tq) { a.L[i] = m[r] * a.scale + logf(l[r]); }
     }
     fp32_store<false, DOWN>(O, 1, a.o, q0 + thread_y());
+#endif
 }
 
 // ---- backward ----
@@ -305,6 +312,7 @@ DEVICE void fp32_add_dq(const AttentionArgs& a, int q0,
 template <int D, int R>
 __global__ void __launch_bounds__(FP32_THREADS, BACKWARD_BLOCKS)
     flash_fp32_backward_kernel(AttentionArgs a) {
+#ifdef FP32_RUNS
     constexpr int OWN = R * DOWN;
     constexpr int Bq = fp32_queries(D);
     constexpr int N = Bq / ACROSS;
@@ -354,6 +362,7 @@ __global__ void __launch_bounds__(FP32_THREADS, BACKWARD_BLOCKS)
     await_copies();  // where no query sees these keys, the first copies are still on their way
     fp32_store<false, DOWN>(dK, a.scale, a.dk, k0 + thread_y());
     fp32_store<false, DOWN>(dV, 1, a.dv, k0 + thread_y());
+#endif
 }
 
 // ---- launchers ----
