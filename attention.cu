@@ -209,7 +209,7 @@ static void softmax_backward_cpu(T* dP, const T* P, int64_t N, int Tq, int Tk, b
     }
 }
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 constexpr int ROW_THREADS = 256;  // of a block of the kernels with a warp per row: 8 rows
 
 // Does what softmax_cpu does, with a warp per row: neighbouring lanes read neighbouring columns,
@@ -390,7 +390,7 @@ static void weighted_sum_backward_cpu(float* dx, float* dw, const float* dy, con
     for (int64_t d = 0; d < D; d++) { dw[d] = (float)sum[d]; }
 }
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 // Writes y. A warp takes a row: its lanes read neighbouring columns, so a load of the warp is one
 // piece of 128 bytes.
 __global__ void weighted_sum_kernel(float* y,        // [N]
@@ -459,7 +459,7 @@ static void weighted_sum_forward(const WeightedSum& t) {
 // add up.
 static void weighted_sum_backward(const WeightedSum& t) {
     const int64_t N = t.N, D = t.D;
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
     if (t.x.device() == CUDA) {
         const int strips = ceil_div(D, WARP);
         const int chunk = max(64, ceil_div(N * strips, multiprocessors() * 16));

@@ -135,7 +135,7 @@ AttentionRuns time_all(const AttentionImpl* other, int B, bool causal, DType dty
 // -------------------------------------------------------------------------------------------------
 // What the GPU's kernels share
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 template <int N>
 using Constant = std::integral_constant<int, N>;
 // Calls f(D), with which the compiler knows the head size of these tensors.

@@ -213,7 +213,7 @@ static void flash_backward_cpu(const AttentionTensors& t) {
 // -------------------------------------------------------------------------------------------------
 // Step 7 on a GPU, for every backward but Hopper's, whose own kernel does more beside it.
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 constexpr int STEP_7_THREADS = 128;
 // Writes what backward's kernels read of the queries: a warp takes one, lane by lane of its D.
 template <class T>
@@ -258,7 +258,7 @@ AttentionArgs step_7(const AttentionTensors& t, Tensor* memory) {
 // from shared memory for each multiplication, and up to one from another lane; the tensor cores
 // stand idle; no tile is copied while another is computed on.
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 constexpr int V1_TILE = WARP, V1_D = 128, V1_COLUMNS = V1_D / WARP;
 // + 1: 32 lanes that read one column of 32 rows read 32 different banks
 using V1Tile = float[V1_TILE][V1_D + 1];
@@ -471,7 +471,7 @@ constexpr auto flash_v1_backward = flash_v1_forward;
 // pieces, so the 8 rows of a block, of which ldmatrix reads 16 bytes each, lie in all 32 banks.
 // Without the 8 more, at D = 64, all eight would begin in bank 0.
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 constexpr int V2_WARPS = 4, V2_THREADS = V2_WARPS * WARP;
 // v2_own: the rows that a block owns. v2_keys, v2_queries: the rows of a passing tile of keys, and
 // of queries. S and dP of such a tile have to fit into registers, beside sums of D columns.
@@ -891,7 +891,7 @@ static const AddRow<AttentionImpl> flash_impls[] = {
     {{"tiled", CPU, 30, only_fp32, nullptr, flash_forward_cpu, flash_backward_cpu}},
     // A build for the CPU has this, too: memory is predicted for a GPU.
     {{"flash_v1", CUDA, 30, flash_on_gpu, nullptr, flash_v1_forward, flash_v1_backward}},
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
     {{"flash_v2", CUDA, 40, flash_v2_takes, nullptr, flash_v2_forward, flash_v2_backward}},
 #endif
 };

@@ -138,7 +138,7 @@ static void rmsnorm_dw_cpu(X* dw,  // [C]
     }
 }
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 // Computes a row per block, as add_rmsnorm_cpu. A thread has every blockDim.x-th element of it.
 template <class T, class X>
 __global__ void add_rmsnorm_kernel(T* y,            // [N,C]
@@ -288,7 +288,7 @@ Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight, float e
 // -------------------------------------------------------------------------------------------------
 // RoPE and SwiGLU sum nothing, so each is one body for CPU and GPU.
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 template <class F>
 __global__ void each_kernel(F f, int columns) {
     int c = blockIdx.y * blockDim.x + threadIdx.x;
@@ -619,7 +619,7 @@ static void cross_entropy_backward_cpu(T* dl,                    // [rows,V]
     }
 }
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 // Computes loss and lse of a row per block. The maximum starts from a finite number: logits of -inf
 // then add exp(-inf) = 0, where -inf - -inf would be NaN.
 template <class T>
@@ -762,7 +762,7 @@ Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, 
 // parameter tensor, and so has mode eager. Fused it is one: p, m and v are each read and written
 // once, 24 bytes per parameter in fp32, and g is read (2 or 4). In pure bf16 that is 14 in all.
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 constexpr int NORM_BLOCKS = 1024;
 
 // Writes to partial[b] the sum of squares of the elements that block b takes, in fp32.
@@ -785,7 +785,7 @@ double square_sum(const FlatGradients& gradients) {
     if (context.device == META) { return 1; }
 
     double sum = 0;
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
     if (context.device == CUDA) {
         Tensor partial = empty({(int64_t)gradients.size(), NORM_BLOCKS}, F64, WORKSPACE);
         double* next = partial.as<double>();
@@ -829,7 +829,7 @@ void adamw_eager(const Tensor& p_all, const FlatGradients& gradients, const Tens
     }
 }
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 template <class P, class G>
 __global__ void adamw_kernel(P* p,        // [n]
                              const G* g,  // [n]

@@ -47,7 +47,7 @@ HD inline void convert_halves(float* whole, uint16_t* halves, int64_t n, int64_t
         whole[i] = joined({halves[i], halves[n + i]});
     }
 }
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 __global__ void convert_halves_kernel(float* whole, uint16_t* halves, int64_t n, bool split) {
     int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
     if (i < n) { convert_halves(whole, halves, n, i, split); }
@@ -61,7 +61,7 @@ static void convert_part(const Tensor& part, bool split) {
     auto* halves = (uint16_t*)part.data;
     if (split) { copy_or_add(whole, part, false); }
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
     if (whole.device() == CUDA) {
         LAUNCH(convert_halves_kernel, ceil_div(n, THREADS), THREADS, whole.as<float>(), halves, n,
                split);
@@ -134,7 +134,7 @@ static void ready_weights(Model& model) {
 // -------------------------------------------------------------------------------------------------
 // AdamW: up to 64 tensors per launch, up to 16 bytes per access
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 constexpr int MAX_TENSORS = 64;  // of a launch
 constexpr int CHUNK = 2048;      // elements that a block updates
 struct Updates {                 // what a launch updates; tensor k is element k of each array
@@ -273,7 +273,7 @@ static void update_split_cpu(const Tensor& p, const vector<FlatGradient>& gradie
 // Updates all weights. On the CPU those that are whole get the plain loop.
 static void update(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
                    const Tensor& v, AdamWScalars s) {
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
     if (p.device() == CUDA) {
         update_cuda<false>(p, gradients, m, v, s);
         update_cuda<true>(p, gradients, m, v, s);

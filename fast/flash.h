@@ -11,7 +11,7 @@
 #include "attention.h"
 #include "lib/gpu.h"
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 
 #define DEVICE __device__ __forceinline__  // a function that becomes part of its kernels
 

@@ -16,7 +16,7 @@
 // forward_consumer and BackwardConsumer do the arithmetic, the loaders only feed them.
 #include "flash.h"
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 #include <cuda.h>
 #include <dlfcn.h>
 

@@ -74,7 +74,7 @@ struct StepPlaces : Places {
 // alone
 int graph_launches = 0;
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 // A step of one kind: its rehearsal at first, and its graphs once it was captured.
 struct StepGraphs {
     shared_ptr<StepPlaces> places = make_shared<StepPlaces>();

@@ -4,7 +4,7 @@
 #include "fast_ways.h"
 #include "lib/gpu.h"
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 // -------------------------------------------------------------------------------------------------
 // From a tensor's dtype to a kernel's types and width
 

@@ -63,7 +63,7 @@ string one_line(const string& text) {
     return line;
 }
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 // Returns the current card's properties; without a card those of an H100 that META needs to plan.
 static const cudaDeviceProp& card() {
     static const cudaDeviceProp properties = [] {
@@ -148,7 +148,7 @@ int cuda_devices(string* why) {
     static string reason;
     static const int devices = [] {
         int n = 0;
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
         cudaError_t error = cudaGetDeviceCount(&n);
         if (error != cudaSuccess) {
             cudaGetLastError();
@@ -169,7 +169,7 @@ int cuda_devices(string* why) {
 void choose_device(const string& want, [[maybe_unused]] int gpu) {
     string why;
     const bool usable = want != "cpu" && cuda_devices(&why) > 0;
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
     if (usable) { CUDA_CHECK(cudaSetDevice(gpu)); }
 #endif
     if (!usable && want == "cuda") { fail("device cuda: there is none (%s)", why.c_str()); }
@@ -179,7 +179,7 @@ void choose_device(const string& want, [[maybe_unused]] int gpu) {
     context.device = usable ? CUDA : CPU;
 }
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 // Returns the stream in which we launch. Its priority is the lowest: collectives come before it.
 cudaStream_t stream() {
     static const cudaStream_t compute = [] {
@@ -192,14 +192,14 @@ cudaStream_t stream() {
 #endif
 
 void synchronize() {
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
     if (context.device == CUDA) { CUDA_CHECK(cudaDeviceSynchronize()); }
 #endif
 }
 
 // Returns what a caption says of context.device: the card with its driver, or the CPU.
 string device_description() {
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
     if (context.device == CUDA) {
         // The runtime only knows which CUDA the driver is made for. Its version, as 580.95.05, is
         // the first word with a digit in this line.
@@ -311,7 +311,7 @@ void choose_cpu_settings(char** argv) {
 // -------------------------------------------------------------------------------------------------
 // Memory: the raw blocks
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 // Returns the card's pool, told to keep what was freed: by default each synchronize would give
 // unused memory back to the driver.
 static cudaMemPool_t memory_pool() {
@@ -330,7 +330,7 @@ static cudaMemPool_t memory_pool() {
 
 // Gives the driver what our pool keeps, but does not use.
 void give_back_cached_memory() {
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
     if (cuda_devices() == 0) { return; }
     // What was freed in stream order is free when the stream gets there.
     CUDA_CHECK(cudaDeviceSynchronize());
@@ -341,7 +341,7 @@ void give_back_cached_memory() {
 // Returns the bytes that could be allocated now. What our pool, or malloc, keeps counts, too.
 size_t available_memory(Device d) {
     if (d == META) { return SIZE_MAX; }
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
     if (d == CUDA) {
         size_t free, total;
         uint64_t reserved, used;
@@ -392,7 +392,7 @@ static void* allocate_cpu(size_t bytes) {
 
 static void free_cpu(void* data) { free(((char**)data)[-1]); }
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 // Returns a block of the card's pool; null: there is not enough. If the pool holds enough, but in
 // pieces, the driver remaps their pages into one block (measured). It leaves out the pages that the
 // GPU has yet to free: so the second attempt first waits for the GPU and gives unused pages back.
@@ -538,7 +538,7 @@ shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Sour
         }
     }
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
     // The log's times are the GPU's own, so we wait for it. A free does not: it is a destructor and
     // must not throw. Its time is early by one operation at most.
     if (logging && device == CUDA) { CUDA_CHECK(cudaStreamSynchronize(stream())); }
@@ -559,7 +559,7 @@ Memory::~Memory() {
 // Copies bytes from one device to another, or on one, and waits for the end; META has none.
 void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes) {
     if (bytes == 0 || to_device == META || from_device == META) { return; }
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
     if (to_device == CUDA || from_device == CUDA) {
         CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream()));
         CUDA_CHECK(cudaStreamSynchronize(stream()));
@@ -578,7 +578,7 @@ double now_ms() {
         .count();
 }
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 static std::mutex events_mutex;
 static vector<cudaEvent_t> spare_events;
 
@@ -605,7 +605,7 @@ Mark mark_on(cudaStream_t s) {
 #endif
 
 Mark mark() {
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
     if (context.device == CUDA) { return mark_on(stream()); }
 #endif
     return {now_ms(), nullptr};
@@ -613,7 +613,7 @@ Mark mark() {
 
 // Returns the ms from origin to m: between two of the GPU's marks by its clock, else by the host's.
 double ms_of(const Mark& m, const Mark& origin) {
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
     if (m.event && origin.event) {
         float ms;
         CUDA_CHECK(

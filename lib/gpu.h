@@ -19,7 +19,7 @@ HD inline void store_pack(T* to, const Pack<T, W>& pack) {
     *(Pack<T, W>*)to = pack;
 }
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 // lib/device.cu: of the current device, or of an H100 where META plans for a GPU and none is here.
 int multiprocessors();
 int compute_capability();  // 75 for 7.5
@@ -71,7 +71,12 @@ void await(cudaStream_t s, const Mark& m);  // the stream waits until the mark i
 void nccl_check(ncclResult_t result, const char* call);
 #define NCCL_CHECK(call) nccl_check(call, #call)
 #endif
+#else
+// Without nvcc there is no CUDA tensor, so nothing ever comes to a launch.
+#define LAUNCH(...) fail("this build is for the CPU only")
+#endif
 
+#ifdef __CUDACC__  // a file with kernels
 constexpr int WARP = 32;
 inline int ceil_div(int64_t a, int64_t b) { return (int)((a + b - 1) / b); }
 // Returns the number of this thread among all of a grid of one dimension.
@@ -175,9 +180,6 @@ __device__ void mma(float (&upper)[2], float (&lower)[2], const uint32_t (&a)[4]
     MMA("m16n8k8.row.col.f32.f16.f16", "{%6,%7}", "{%9}");
 #endif
 }
-#else
-// Without nvcc there is no CUDA tensor, so nothing ever comes to a launch.
-#define LAUNCH(...) fail("this build is for the CPU only")
 #endif
 
 // Runs op_cpu(arguments), or op_kernel with the same arguments, so many blocks, and the file's

@@ -45,7 +45,7 @@ using std::to_string;
 using std::vector;
 using Job = function<void()>;  // work to run, now or later
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -91,7 +91,7 @@ inline string counted(int64_t n, const string& what) { return counted(to_string(
 string join(const vector<string>& items, const char* between);
 string one_line(const string& text);  // writes control characters as \xNN
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 void cuda_check(cudaError_t error, const char* call, const char* file, int line);
 #define CUDA_CHECK(call) cuda_check(call, #call, __FILE__, __LINE__)
 #define LAUNCH_CHECK() CUDA_CHECK(cudaGetLastError())  // follows every <<<>>>
@@ -204,7 +204,7 @@ size_t available_memory(Device d);  // bytes that could be allocated now
 size_t system_memory(const char* group = nullptr);
 // The first call of main(): it may start the program anew, with other environment variables.
 void choose_cpu_settings(char** argv);
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 cudaStream_t stream();  // the compute stream
 #endif
 
@@ -283,7 +283,7 @@ struct Mark {     // a moment in a GPU's stream; on the CPU, and for Gloo, one o
 };
 Mark mark();                                      // in the compute stream
 double ms_of(const Mark& m, const Mark& origin);  // ms from origin to m, after synchronize()
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 Mark mark_on(cudaStream_t s);
 #endif
 struct Stats {

@@ -8,7 +8,7 @@
 
 #include <mutex>
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 #include <cublas_v2.h>
 #endif
 #ifdef HAVE_OPENBLAS
@@ -43,7 +43,7 @@ static Matrix matrix_of(const Tensor& t) {
     return {t.data, t.dtype, rows, cols, batch, cols, rows * cols};
 }
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 static void cublas_check(cublasStatus_t status, const char* call, int line) {
     if (status == CUBLAS_STATUS_SUCCESS) { return; }
     string what = strprintf("lib/matmul.cu:%d: %s: %s", line, call, cublasGetStatusString(status));
@@ -221,7 +221,7 @@ static void multiply(const Tensor& out, const Tensor& a, bool ta, const Tensor& 
     if (out.device() == META || out.size() == 0) { return; }
 
     Product p{C, A, B, ta, tb, K, alpha, beta};
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
     if (out.device() == CUDA) { return multiply_cuda(p); }
 #endif
     if (a.dtype == F64) { return multiply_cpu<double>(p); }
@@ -229,7 +229,7 @@ static void multiply(const Tensor& out, const Tensor& a, bool ta, const Tensor& 
 }
 
 bool multiplies_copies(Device device, DType dtype) {
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
     if (device == CUDA) { return dtype == BF16 && compute_capability() < 80; }
 #endif
     return device == CPU && dtype != F64;

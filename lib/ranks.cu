@@ -320,7 +320,7 @@ struct Links {
 }
 
 static bool has_ended(const Work& work) {
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
     if (work.end.event) { return cudaEventQuery((cudaEvent_t)work.end.event.get()) == cudaSuccess; }
 #endif
     return work.finished;
@@ -461,7 +461,7 @@ string why_not(const string& backend, Device device, int n, int gpus) {
 // Returns the PCI addresses of the GPUs that we see, each behind a space.
 static string gpu_ids() {
     string ids;
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
     for (int i = 0; i < cuda_devices(); i++) {
         char id[32] = " ";
         CUDA_CHECK(cudaDeviceGetPCIBusId(id + 1, sizeof id - 1, i));

@@ -93,7 +93,7 @@ Tensor detached(const Tensor& t) {
 void fill_zero(const Tensor& t) {
     size_t bytes = t.bytes();
     if (bytes == 0 || t.device() == META) { return; }
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
     if (t.device() == CUDA) {
         CUDA_CHECK(cudaMemsetAsync(t.data, 0, bytes, stream()));
         return;
@@ -206,7 +206,7 @@ string to_string(const Comparison& c) {
 // for_each(device, n, f) runs f(i) for i = 0 ... n-1 on that device; on META it does nothing. On
 // the GPU a thread takes i, i + all threads, ...: neighbours in a warp have neighbours in memory.
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 template <class F>
 __global__ void for_each_kernel(F f, int64_t n) {
     for (int64_t i = thread_number(); i < n; i += (int64_t)gridDim.x * blockDim.x) { f(i); }
@@ -887,7 +887,7 @@ struct Max : Larger {
     HD float start() const { return -INFINITY; }
 };
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 template <class F>
 __device__ float over_warp(float x) {
     for (int o = WARP / 2; o > 0; o /= 2) { x = F()(__shfl_xor_sync(0xffffffff, x, o), x); }

@@ -10,7 +10,7 @@
 
 #include <cxxabi.h>
 
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 #include <nvtx3/nvToolsExt.h>
 #ifdef HAVE_CUPTI
 #include <cupti.h>
@@ -41,7 +41,7 @@ static int64_t epoch_ns() {
 }
 static int in_this_trace(int range) { return range >= first_range ? range - first_range : -1; }
 
-#if defined(__CUDACC__) && defined(HAVE_CUPTI)
+#if defined(HAVE_CUDA) && defined(HAVE_CUPTI)
 // CONCURRENT_KERNEL, because KERNEL would run one kernel at a time.
 static const CUpti_ActivityKind traced_activities[] = {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL,
                                                        CUPTI_ACTIVITY_KIND_MEMCPY,
@@ -236,7 +236,7 @@ int innermost_traced_range() { return tracing ? innermost_traced : -1; }
 Range::Range(const char* name, int recorded_in) {
     static thread_local const int thread = (int)gettid();
     open_ranges().push_back(name);
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
     nvtxRangePushA(name);
 #endif
     if (!tracing) { return; }
@@ -252,7 +252,7 @@ Range::Range(const char* name, int recorded_in) {
 // Closes the range: the one around it is this thread's innermost again.
 Range::~Range() {
     open_ranges().pop_back();
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
     nvtxRangePop();
 #endif
     if (traced < 0) { return; }

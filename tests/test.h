@@ -8,7 +8,7 @@
 // Without a GPU the OnCUDA half counts as skipped; with CS336_REQUIRE_GPU=1 in the environment it
 // fails instead.
 #pragma once
-#ifndef __CUDACC__
+#ifndef HAVE_CUDA
 #pragma GCC optimize("O0")  // of what follows: it takes longer to compile than to run
 #endif
 #include "attention.h"

@@ -565,7 +565,7 @@ TEST_CASE("gemm: cuBLAS against the CPU") {
         }
     }
 }
-#ifdef __CUDACC__
+#ifdef HAVE_CUDA
 // A new handle of cuBLAS tries its kernels anew, and another one may win.
 TEST_CASE(
     "gemm: whichever kernel cuBLAS finds the fastest, the bits are the same, and beta counts") {
