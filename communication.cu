@@ -23,9 +23,9 @@ double mean_over_ranks(const Communicator& c, double mine) {
 
 // Returns the bytes that each rank may take, the least of all ranks'. The ranks of a machine share
 // its memory; a GPU has one rank.
-size_t room_of_each_rank(const Communicator& c) {
-    const size_t sharing = context.device == CUDA ? 1 : c.local_world;
-    const vector<size_t> all = gather<size_t>(c, {available_memory(context.device) / sharing});
+size_t room_of_each_rank(const Communicator& c, Device device) {
+    const size_t sharing = device == CUDA ? 1 : c.local_world;
+    const vector<size_t> all = gather<size_t>(c, {available_memory(device) / sharing});
     return *std::min_element(all.begin(), all.end());
 }
 

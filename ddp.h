@@ -28,8 +28,8 @@ vector<T> gather(const Communicator& c, const vector<T>& mine) {
 bool everywhere(const Communicator& c, bool mine);  // whether it is true on all ranks
 // Returns the mean of what the ranks pass.
 double mean_over_ranks(const Communicator& c, double mine);
-// Returns how many bytes each rank may take: what the rank with the least memory has.
-size_t room_of_each_rank(const Communicator& c);
+// Returns how many bytes of a device's memory each rank may take: what the rank with the least has.
+size_t room_of_each_rank(const Communicator& c, Device device = context.device);
 
 // -------------------------------------------------------------------------------------------------
 // ddp.cu: data parallel training. Every rank has the same weights and its own part of the batch;

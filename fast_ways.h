@@ -90,6 +90,15 @@ struct FastWays {
     void (*allocate_shared)(const Communicator& c, const Job& f);
     void (*free_shared)(const Communicator& c);
     WorkPtr (*all_reduce_beside)(const Communicator& c, const Tensor& t, Reduction how);
+    // Results of checkpoints that wait in host memory. From keep_on_host(room) on up to so many
+    // bytes of it are used; kept_on_host returns the most that a step has used. A checkpoint runs
+    // keeping(f) in place of f. In its first run keep_result gets results, and in its second run
+    // kept_result returns the same in the same order; null: it has to be computed.
+    void (*keep_on_host)(size_t room);
+    size_t (*kept_on_host)();
+    function<UnaryOp> (*keeping)(const function<UnaryOp>& f);
+    void (*keep_result)(const Tensor& y);
+    Tensor (*kept_result)();
 };
 inline FastWays fast_ways;
 // Runs f, in which all ranks allocate the tensors that collectives move.
@@ -100,3 +109,10 @@ inline void allocate_shared(const Communicator& c, const Job& f) {
         f();
     }
 }
+inline function<UnaryOp> keeping(const function<UnaryOp>& f) {
+    return fast_ways.keeping ? fast_ways.keeping(f) : f;
+}
+inline void keep_result(const Tensor& y) {
+    if (fast_ways.keep_result) { fast_ways.keep_result(y); }
+}
+inline Tensor kept_result() { return fast_ways.kept_result ? fast_ways.kept_result() : Tensor(); }

@@ -538,7 +538,9 @@ Tensor swiglu(const Layer& layer, const Tensor& y) {
         return mul(mul(a, sigmoid(a)), b);
     }
 
-    Tensor h = linear(y, layer.w13);
+    const Tensor known = kept_result();
+    Tensor h = known ? linear_known(y, layer.w13, known) : linear(y, layer.w13);
+    keep_result(h);
     Range r("swiglu");
     Tensor g = swiglu_forward(h);
     record(g, {h}, [h](const Tensor& dg) {

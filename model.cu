@@ -1000,7 +1000,7 @@ static Tensor run_in_groups(const Model& model, Tensor x, int end, int size) {
         auto group = [&model, first, past](const Tensor& x) {
             return run_blocks(model, x, first, past);
         };
-        x = checkpoint(group, x);
+        x = checkpoint(keeping(group), x);
     }
     return x;
 }
@@ -1038,7 +1038,7 @@ static int run_checkpointed_blocks(const Model& model, Tensor* x) {
 static Tensor feed_forward_again(const Layer& layer, const Tensor& n) {
     Range ffn("ffn");
     auto gated = [&layer](const Tensor& n) { return swiglu(layer, n); };
-    return checkpoint_linear(gated, n, layer.w2);
+    return checkpoint_linear(keeping(gated), n, layer.w2);
 }
 // Returns block l's feed-forward: the one that backward runs again, where the checkpointing is by
 // feed-forwards, else the plain one.

@@ -356,13 +356,15 @@ Tensor matmul(const Tensor& a_in, const Tensor& b_in, bool transpose_b) {
     return y;
 }
 
-// Returns x weight^T and records it; with skip_product the result's values stay undefined. Backward
-// needs x for the weight's gradient. Where x's maker can compute it again (recompute_by), the tape
-// keeps x's shape and gradient, but not its data.
-static Tensor linear(const Tensor& x_in, const Tensor& weight, bool skip_product) {
+// Returns x weight^T and records it. With skip_product the result is `known`, or if that is null,
+// its values stay undefined. Backward needs x for the weight's gradient. Where x's maker can
+// compute it again (recompute_by), the tape keeps x's shape and gradient, but not its data.
+static Tensor linear(const Tensor& x_in, const Tensor& weight, bool skip_product,
+                     const Tensor& known) {
     Tensor x = reshape(autocast_operand(x_in), {x_in.size() / x_in.dim(-1), x_in.dim(-1)});
     Tensor w = autocast_operand(weight);
-    Tensor y = empty({x.dim(0), weight.dim(0)}, x.dtype);
+    const Shape rows = {x.dim(0), weight.dim(0)};
+    Tensor y = known ? view(known, 0, rows) : empty(rows, x.dtype);
     if (!skip_product) { gemm(y, x, false, w, true); }
 
     auto recompute = x_in.gradient ? x_in.gradient->recompute : nullptr;
@@ -382,7 +384,10 @@ static Tensor linear(const Tensor& x_in, const Tensor& weight, bool skip_product
     shape.back() = weight.dim(0);
     return reshape(y, shape);
 }
-Tensor linear(const Tensor& x, const Tensor& weight) { return linear(x, weight, false); }
+Tensor linear(const Tensor& x, const Tensor& weight) { return linear(x, weight, false, {}); }
+Tensor linear_known(const Tensor& x, const Tensor& weight, const Tensor& y) {
+    return linear(x, weight, true, y);
+}
 
 // f runs twice. First run (in forward): nothing is recorded, and y is computed. Second run (inside
 // backward): checkpoint() records it, so the tape is rebuilt; nobody reads y then, so the product
@@ -390,7 +395,7 @@ Tensor linear(const Tensor& x, const Tensor& weight) { return linear(x, weight, 
 Tensor checkpoint_linear(const function<UnaryOp>& f, const Tensor& x, const Tensor& weight) {
     auto linear_of_f = [f, weight](const Tensor& x) {
         bool second_run = context.recording;
-        return linear(f(x), weight, second_run);
+        return linear(f(x), weight, second_run, {});
     };
     return checkpoint(linear_of_f, x);
 }

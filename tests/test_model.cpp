@@ -422,9 +422,47 @@ TEST_CASE_TEMPLATE("model: recompute changes memory and no bit", D, OnCPU, OnCUD
               B * T * (norms * C + config.num_layers * F) * size_of(matmul_dtype()));
     });
 }
+TEST_CASE_TEMPLATE("model: results that wait in host memory change no bit", D, OnCPU, OnCUDA) {
+    if (!begin<D>() || !fast_ways.keep_on_host) { return; }
+    const ModelConfig config = {"", 32, 48, 5, 2, 40};
+    const int B = 2, T = 16;
+    const OnlyFlashV1 same_bits;
+    in_settings(FUSED, [&] {
+        const size_t h = 2 * B * T * config.d_ff * size_of(matmul_dtype());  // SwiGLU's [a|b]
+        size_t attention = 0;                                                // O and L of flash
+        if (context.mode == FLASH) {
+            attention = B * T * (config.d_model * size_of(matmul_dtype()) + 2 * sizeof(float));
+        }
+        struct Case {
+            const char* checkpoint;
+            size_t bytes;
+            int products;  // that do not run again
+        };
+        for (const Case& x : {Case{"ffn:2", 2 * h, 2},
+                              {"1", 5 * (h + attention), 5},
+                              {"blocks:2", 5 * h + 2 * attention, 5}}) {
+            CAPTURE(string(x.checkpoint));
+            context.checkpoint = checkpointing_from(x.checkpoint);
+            const Kept plain = run_kept(config, B, T);
+            for (size_t room : {x.bytes, 3 * h / 2}) {
+                fast_ways.keep_on_host(room);
+                const Kept kept = run_kept(config, B, T);
+                CHECK(kept.gradients == plain.gradients);
+                CHECK(fast_ways.kept_on_host() <= room);
+                CHECK(fast_ways.kept_on_host() >= h);
+                CHECK(kept.products < plain.products);
+                if (room == x.bytes) {
+                    CHECK(fast_ways.kept_on_host() == room);  // no more and no less
+                    CHECK(plain.products - kept.products == x.products);
+                }
+            }
+            fast_ways.keep_on_host(0);
+        }
+    });
+}
 TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    const ModelConfig config = {"", 64, 96, 5, 4, 40};
+    const ModelConfig config = {"", 32, 48, 5, 2, 40};
     const int B = D::device == CPU ? 1 : 2, T = D::device == CPU ? 16 : 128;
     const OnlyFlashV1 same_bits;
     in_settings(EAGER, [&] {
@@ -1309,7 +1347,7 @@ TEST_CASE("gradient_checkpointing: a small model without a GPU; exit 1 if no row
         CHECK_MESSAGE(has(quick.out, says), says, " in: ", quick.out);
     }
     Run large = run_cs336({"gradient_checkpointing", "--device", "cpu", "--d_model", "16384",
-                           "--d_ff", "65536", "--num_layers", "64", "--num_heads", "128"});
+                           "--d_ff", "65536", "--num_layers", "16", "--num_heads", "128"});
     CHECK(large.exit_code == 1);
     CHECK(has(large.out, " | OOM ("));
     CHECK(has(large.err, "nothing fits"));
