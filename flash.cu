@@ -943,7 +943,8 @@ Tensor flash_self_attention(const Tensor& qkv, int H) {
     Range range("attention");
     const int64_t B = qkv.dim(0), T = qkv.dim(1), C = qkv.dim(2) / 3;
     const AttentionImpl& impl = require_flash(qkv.device(), qkv.dtype, C / H);
-    Tensor o = kept_result(), L = kept_result();
+    Tensor o = kept_result();  // null, but in a checkpoint's second run that has the first run's
+    Tensor L = kept_result();
     const bool known = o && L;
     if (!known) {
         o = empty({B, T, C}, qkv.dtype);

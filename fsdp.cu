@@ -651,8 +651,9 @@ static MakeTrainer trainer_of(const Options& options) {
 // Sets what runs again in backward, context's recompute and checkpoint: the least that leaves each
 // of `world` ranks a predicted peak of at most `room` bytes. What costs least comes first; in
 // brackets per block and sequence of 8B on an H200. The norms and SwiGLU run again (0.8 ms); then
-// feed-forwards (9 ms each); then whole blocks (24 ms more). The peak falls in a straight line with
-// the number of those, so the ends of the line tell how many.
+// feed-forwards (9 ms each); then whole blocks (24 ms more). With results in host memory
+// (fast_ways.h) both cost less. The peak falls in a straight line with the number of those, so
+// the ends of the line tell how many.
 static void choose_what_runs_again(const Options& options, int world, double room) {
     auto peak = [&](bool recompute, const Checkpointing& checkpoint) {
         context.recompute = recompute;
@@ -724,6 +725,7 @@ static void leaderboard(Options options, const Communicator& c) {
     run.tokens = (double)options.batch_size * options.context_length;
     run.flops = step_flops(config, options.batch_size, options.context_length);
     options.batch_size /= c.world;
+    // Of what would run again, half of the host's memory may hold the results.
     const bool keeps = context.device == CUDA && fast_ways.keep_on_host;
     if (keeps) { fast_ways.keep_on_host(room_of_each_rank(c, CPU) / 2); }
     // A thirtieth of what a step needs is left for NCCL, cuBLAS and the gaps between buffers.

@@ -538,7 +538,7 @@ Tensor swiglu(const Layer& layer, const Tensor& y) {
         return mul(mul(a, sigmoid(a)), b);
     }
 
-    const Tensor known = kept_result();
+    const Tensor known = kept_result();  // as in flash_self_attention
     Tensor h = known ? linear_known(y, layer.w13, known) : linear(y, layer.w13);
     keep_result(h);
     Range r("swiglu");

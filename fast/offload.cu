@@ -16,7 +16,7 @@ struct KeptResult {
     Tensor host = {};    // null: there was no room, and it is computed again
     Tensor here = {};    // null: it is on the host alone
     Mark is_there = {};  // the end of the copy to the host, or back
-    bool went = false;
+    bool went = false;   // it has left the device
 };
 using KeptResults = std::deque<KeptResult>;  // of one checkpoint, in the order of its run
 
