@@ -282,9 +282,11 @@ void compare(WeightsCheck& check, const Tensor& got, const Tensor& want, double 
     check.n += got.size();
 }
 
-bool same_bits_everywhere(const Communicator& c, const Tensor& t) {
+uint64_t key_of_bits(const Tensor& t) {
     Tensor host = to_device(t, CPU);
-    uint64_t mine = key_of({host.data, host.bytes()});
+    return key_of({host.data, host.bytes()});
+}
+bool same_everywhere(const Communicator& c, uint64_t mine) {
     return everywhere(c, mine == gather<uint64_t>(c, {mine})[0]);
 }
 
@@ -368,7 +370,7 @@ static void train_and_compare(const Communicator& c, const ModelConfig& config,
         }
     }
 
-    const bool same = same_bits_everywhere(c, got.weights);
+    const bool same = same_everywhere(c, key_of_bits(got.weights));
     for (WeightsCheck& row : rows) {
         row.match = row.match && same;
         if (way.sharding == UNSHARDED) { row.way += ", " + counted(ours.d->works.size(), "call"); }

@@ -91,8 +91,9 @@ void print_checks(const Communicator& c, const Options& o, int steps, const char
 // Adds the differences of two tensors to a check. They match as lib.h's compare has it.
 void compare(WeightsCheck& check, const Tensor& got, const Tensor& want, double rtol = 1e-5,
              double atol = 1e-6);
-// Returns whether all ranks hold the same bits in t.
-bool same_bits_everywhere(const Communicator& c, const Tensor& t);
+// Returns a number that tells t's bits from others, and whether all ranks pass the same number.
+uint64_t key_of_bits(const Tensor& t);
+bool same_everywhere(const Communicator& c, uint64_t mine);
 
 // -------------------------------------------------------------------------------------------------
 // ddp.cu: timed steps of several ranks

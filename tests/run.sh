@@ -4,6 +4,7 @@
 # Those that have deadlines, or take a GPU's memory, run afterwards by themselves. The logs stay in RUNNER.logs; the last
 # line is `N passed, N failed, N skipped`.
 export RUNNER=$1 LOGS=$1.logs ALONE="ranks:*,measure:*"
+export OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1  # without these each cs336 sets them, and starts itself anew
 rm -rf "$LOGS" && mkdir -p "$LOGS" || exit 1
 
 part() {  # part NAME OPTIONS...: one process. Its log is shown if it fails, and ends in its counts also if it died.
