@@ -365,7 +365,8 @@ static void train_and_compare(const Communicator& c, const ModelConfig& config,
         train_both(c, ours, whole, seed + step);
         const double loss = mean_over_ranks(c, ours.loss);
         losses.row(way.name, step + 1, strprintf("%.6f", loss), strprintf("%.6f", whole.loss));
-        for (size_t i = 0; c.rank == 0 && i < rows.size(); i++) {
+        if (c.rank > 0) { continue; }
+        for (size_t i = 0; i < rows.size(); i++) {
             compare(rows[i], got.parameters[i].weight, want.parameters[i].weight);
         }
     }

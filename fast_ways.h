@@ -1,6 +1,6 @@
 // fast_ways.h: what layers.cu and fast/ share: AdamW on flat weights, a sigmoid; and the tables by
-// which fast/ enters layers.cu, model.cu, ddp.cu and fsdp.cu. Read these files' plain ways first:
-// without fast/ they are all there is.
+// which fast/ enters layers.cu, flash.cu, model.cu, ddp.cu and fsdp.cu. Read these files' plain
+// ways first: without fast/ they are all there is.
 #pragma once
 #include "cs336.h"
 
@@ -91,9 +91,11 @@ struct FastWays {
     void (*free_shared)(const Communicator& c);
     WorkPtr (*all_reduce_beside)(const Communicator& c, const Tensor& t, Reduction how);
     // Results of checkpoints that wait in host memory. From keep_on_host(room) on up to so many
-    // bytes of it are used; kept_on_host returns the most that a step has used. A checkpoint runs
-    // keeping(f) in place of f. In its first run keep_result gets results, and in its second run
-    // kept_result returns the same in the same order; null: it has to be computed.
+    // bytes of it are used, where no CUDA graph hides launches; kept_on_host returns the most that
+    // the latest forward has used, a planned one included. A checkpoint on the tape, but none
+    // within another, runs keeping(f) in place of f. Both runs call kept_result and keep_result in
+    // the same order. In the first keep_result gets results, which nobody writes to afterwards. In
+    // the second kept_result returns them; null: it has to be computed.
     void (*keep_on_host)(size_t room);
     size_t (*kept_on_host)();
     function<UnaryOp> (*keeping)(const function<UnaryOp>& f);

@@ -654,8 +654,8 @@ static MakeTrainer trainer_of(const Options& options) {
 // of `world` ranks a predicted peak of at most `room` bytes. What costs least comes first; in
 // brackets per block and sequence of 8B on an H200. The norms and SwiGLU run again (0.8 ms); then
 // feed-forwards (9 ms each); then whole blocks (24 ms more). With results in host memory
-// (fast_ways.h) both cost less. The peak falls in a straight line with the number of those, so
-// the ends of the line tell how many.
+// (fast_ways.h) both cost less. The peak falls nearly in a straight line with the number of those,
+// so the ends of the line tell about how many, and a count from there how many.
 static void choose_what_runs_again(const Options& options, int world, double room) {
     auto peak = [&](bool recompute, const Checkpointing& checkpoint) {
         context.recompute = recompute;
@@ -677,6 +677,8 @@ static void choose_what_runs_again(const Options& options, int world, double roo
     } else if (blocks <= room) {
         context.checkpoint = {Checkpointing::BLOCKS, enough(ffns, blocks)};
     }
+    int& n = context.checkpoint.n;
+    while (0 < n && n < L && peak(true, context.checkpoint) > room) { n++; }
 }
 
 // Prints two tables: the parts of a step; its rates, memory and losses.
@@ -727,7 +729,7 @@ static void leaderboard(Options options, const Communicator& c) {
     run.tokens = (double)options.batch_size * options.context_length;
     run.flops = step_flops(config, options.batch_size, options.context_length);
     options.batch_size /= c.world;
-    // Of what would run again, half of the host's memory may hold the results.
+    // Up to half of the host's free memory may hold checkpoints' results.
     const bool keeps = context.device == CUDA && fast_ways.keep_on_host;
     if (keeps) { fast_ways.keep_on_host(room_of_each_rank(c, CPU) / 2); }
     // A thirtieth of what a step needs is left for NCCL, cuBLAS and the gaps between buffers.
@@ -748,8 +750,8 @@ static void leaderboard(Options options, const Communicator& c) {
     run_way(run, c, options, trainer_of(options), see, options.batch_size);
 
     string kept;
-    if (keeps && fast_ways.kept_on_host() > 0) {
-        kept = strprintf("; %.3g GB of it per rank wait in host memory instead",
+    if (keeps && !run.oom && fast_ways.kept_on_host() > 0) {
+        kept = strprintf("; checkpoints keep %.3g GB of results per rank in host memory",
                          1e-9 * fast_ways.kept_on_host());
     }
     const string caption =

@@ -2,10 +2,13 @@
 // them again.
 //
 // A checkpoint runs twice: in forward, where nothing is recorded, and in backward. The copy of a
-// result takes as long as the link to the host needs for its bytes, and runs beside the kernels.
-// The 8.1B step on an H100, per block: [a|b] of SwiGLU has 1.44 GB, some 30 ms of the link, and
-// costs 9 ms of products; the outputs of attention have 0.27 GB, 6 ms, and cost 16 ms. A block's
-// forward takes 34 ms, so the link can have both.
+// result takes as long as the link to the host needs for its bytes, and runs beside the kernels. In
+// the 8.1B step a block's forward takes 34 ms. SwiGLU's [a|b] has 1.44 GB, some 30 ms of the link,
+// and costs 9 ms of products; attention's outputs have 0.27 GB, 6 ms, and cost 16 ms. All blocks
+// keep [a|b], and those that run again as a whole attention's outputs, too.
+//
+// All copies have one stream, in which they follow each other. So host memory that backward has
+// read from may be filled again at once.
 #include "fast_ways.h"
 
 #include <deque>
@@ -16,19 +19,24 @@ struct KeptResult {
     Tensor host = {};    // null: there was no room, and it is computed again
     Tensor here = {};    // null: it is on the host alone
     Mark is_there = {};  // the end of the copy to the host, or back
-    bool went = false;   // it has left the device
 };
 using KeptResults = std::deque<KeptResult>;  // of one checkpoint, in the order of its run
 
 static size_t room = 0;  // of host memory, in bytes; 0: nothing is kept
 static size_t in_use = 0;
 static size_t most_in_use = 0;
-static map<int, KeptResults> kept;  // by the checkpoint's number; a later one has a larger number
+// By the checkpoint's number; a later one has a larger number. The tape refers to it, and may go
+// later than a static map would.
+static auto& kept = *new map<int, KeptResults>;
 
-static struct {
+static struct Run {
     int number = 0;  // of the checkpoint that runs; 0: none
     bool is_second = false;
 } run;
+struct RestoreRun {  // gives `run` back as it was, at the end of its scope
+    Run before = run;
+    ~RestoreRun() { run = before; }
+};
 
 #ifdef HAVE_CUDA
 static cudaStream_t copies() {
@@ -38,9 +46,6 @@ static cudaStream_t copies() {
         return s;
     }();
     return stream;
-}
-static void await(cudaStream_t s, const Mark& m) {
-    CUDA_CHECK(cudaStreamWaitEvent(s, (cudaEvent_t)m.event.get()));
 }
 #endif
 
@@ -57,10 +62,12 @@ static Mark start_copy(const Tensor& to, const Tensor& from) {
     copy_bytes(to.data, CPU, from.data, CPU, from.bytes());
     return mark();
 }
-// Lets the compute stream wait for a copy.
-static void await_copy([[maybe_unused]] const KeptResult& k) {
+// Lets the compute stream wait for a copy to or from k.here.
+static void await_copy(const KeptResult& k) {
 #ifdef HAVE_CUDA
-    if (context.device == CUDA) { await(stream(), k.is_there); }
+    if (k.here.device() == CUDA) { await(stream(), k.is_there); }
+#else
+    (void)k;
 #endif
 }
 
@@ -68,25 +75,29 @@ static void await_copy([[maybe_unused]] const KeptResult& k) {
 // step, so it stays, until the process ends.
 static auto& spare = *new std::multimap<size_t, Tensor>;
 
-// Returns host memory for y. On META it is only counted.
+// Returns host memory for y, or null if the system gives none. On META it is only counted.
 static Tensor take_host_memory(const Tensor& y) {
+    Tensor host;
+    auto found = spare.find(y.bytes());
+    if (context.device == META) {
+        host = empty_on(META, {1}, U8, WORKSPACE);
+    } else if (found != spare.end()) {
+        host = found->second;
+        spare.erase(found);
+    } else {
+        host = empty_on(CPU, y.shape, y.dtype);
+#ifdef HAVE_CUDA
+        // A copy to memory that is not pinned would pass through a buffer of the driver's.
+        if (context.device == CUDA && cudaHostRegister(host.data, host.bytes(), 0) != cudaSuccess) {
+            cudaGetLastError();  // it would be reported as the next launch's
+            return {};
+        }
+#endif
+    }
+
     if (in_use == 0) { most_in_use = 0; }  // another forward begins
     in_use += y.bytes();
     most_in_use = max(most_in_use, in_use);
-    if (context.device == META) { return empty_on(META, {1}, U8, WORKSPACE); }
-
-    auto found = spare.find(y.bytes());
-    if (found != spare.end()) {
-        Tensor host = found->second;
-        spare.erase(found);
-        return host;
-    }
-    Tensor host = empty_on(CPU, y.shape, y.dtype);
-#ifdef HAVE_CUDA
-    if (context.device == CUDA) {  // else a copy would pass through a buffer of the driver's
-        CUDA_CHECK(cudaHostRegister(host.data, host.bytes(), cudaHostRegisterDefault));
-    }
-#endif
     return host;
 }
 static void give_host_memory(const KeptResult& k) {
@@ -106,8 +117,8 @@ static void call_back(KeptResults& results) {
 }
 
 // Keeps y, if this is a checkpoint's first run. Older results of its size leave the device: the
-// compute stream waits until they are on the host. So there is one of each size, or while the next
-// is computed two.
+// compute stream waits until they are on the host. So in forward there is one of each size, or
+// while the next is computed two.
 static void keep(const Tensor& y) {
     if (room == 0 || run.number == 0 || run.is_second) { return; }
     for (auto& [number, results] : kept) {
@@ -115,13 +126,12 @@ static void keep(const Tensor& y) {
             if (!k.here || k.here.bytes() != y.bytes()) { continue; }
             await_copy(k);
             k.here = {};
-            k.went = true;
         }
     }
 
     KeptResult k{y.shape, y.dtype};
-    if (in_use + y.bytes() <= room) {
-        k.host = take_host_memory(y);
+    if (in_use + y.bytes() <= room) { k.host = take_host_memory(y); }
+    if (k.host) {
         k.here = detached(y);
         k.is_there = start_copy(k.host, y);
     }
@@ -136,7 +146,7 @@ static Tensor take_back() {
     if (results.empty()) { kept.erase(run.number); }
     if (!k.host) { return {}; }
 
-    if (k.went) { await_copy(k); }
+    await_copy(k);
     give_host_memory(k);
     return k.here;
 }
@@ -147,24 +157,32 @@ struct Number {
     explicit Number(int number) : number(number) {}
     Number(const Number&) = delete;
     ~Number() {
-        for (const KeptResult& k : kept[number]) { give_host_memory(k); }
-        kept.erase(number);
+        auto found = kept.find(number);
+        if (found == kept.end()) { return; }
+        for (const KeptResult& k : found->second) {
+#ifdef HAVE_CUDA
+            // Not checked, since a destructor must not throw: a copy may still use this memory.
+            if (k.here && k.is_there.event) {
+                cudaStreamWaitEvent(stream(), (cudaEvent_t)k.is_there.event.get());
+            }
+#endif
+            give_host_memory(k);
+        }
+        kept.erase(found);
     }
 };
 // Returns f for a checkpoint. Before a second run results are called back, its own and those of the
-// checkpoint that backward comes to next.
+// checkpoint that backward comes to next: in groups of several blocks these are many at a time.
 static function<UnaryOp> numbered(const function<UnaryOp>& f) {
     static int checkpoints = 0;
     return [f, own = make_shared<Number>(++checkpoints)](const Tensor& x) {
-        const auto outer = run;
+        RestoreRun restore;
         run = {own->number, context.recording};
         if (run.is_second) {
             auto next = kept.upper_bound(own->number);
             for (int i = 0; i < 2 && next != kept.begin(); i++) { call_back((--next)->second); }
         }
-        Tensor y = f(x);
-        run = outer;
-        return y;
+        return f(x);
     };
 }
 

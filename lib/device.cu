@@ -602,6 +602,9 @@ Mark mark_on(cudaStream_t s) {
     CUDA_CHECK(cudaEventRecord((cudaEvent_t)m.event.get(), s));
     return m;
 }
+void await(cudaStream_t s, const Mark& m) {
+    CUDA_CHECK(cudaStreamWaitEvent(s, (cudaEvent_t)m.event.get()));
+}
 #endif
 
 Mark mark() {

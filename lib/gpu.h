@@ -67,7 +67,6 @@ void close_lane(Lane& lane);
 // Queues a collective in a lane, behind `ready`, a mark of any stream, and sets its work's marks.
 void enqueue(const Communicator& c, const Lane& lane, Work& work, const Collective& x,
              const Mark& ready);
-void await(cudaStream_t s, const Mark& m);  // the stream waits until the mark is reached
 void nccl_check(ncclResult_t result, const char* call);
 #define NCCL_CHECK(call) nccl_check(call, #call)
 #endif

@@ -45,6 +45,7 @@ using std::to_string;
 using std::vector;
 using Job = function<void()>;  // work to run, now or later
 
+// HAVE_CUDA: this is a build for GPUs. __CUDACC__: and this a file with kernels, for nvcc.
 #ifdef HAVE_CUDA
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -285,6 +286,7 @@ Mark mark();                                      // in the compute stream
 double ms_of(const Mark& m, const Mark& origin);  // ms from origin to m, after synchronize()
 #ifdef HAVE_CUDA
 Mark mark_on(cudaStream_t s);
+void await(cudaStream_t s, const Mark& m);  // the stream waits until the mark is reached
 #endif
 struct Stats {
     double mean, std, median, min, max;  // std: the sample's (by n - 1); 0 for n = 1

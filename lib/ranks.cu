@@ -413,9 +413,6 @@ static void connect_gloo(Communicator&) {}  // why_not() has refused it
 // tensor is made. wait() does the reverse: the compute stream waits for a mark behind the
 // collective. The host waits for neither.
 
-void await(cudaStream_t s, const Mark& m) {
-    CUDA_CHECK(cudaStreamWaitEvent(s, (cudaEvent_t)m.event.get()));
-}
 void nccl_check(ncclResult_t result, const char* call) {
     if (result == ncclSuccess) { return; }
     fail("%s: %s (%s)", call, ncclGetErrorString(result), ncclGetLastError(nullptr));
