@@ -676,9 +676,11 @@ static void choose_what_runs_again(const Options& options, int world, double roo
         context.checkpoint = {Checkpointing::FFN, enough(nothing, ffns)};
     } else if (blocks <= room) {
         context.checkpoint = {Checkpointing::BLOCKS, enough(ffns, blocks)};
+    } else {
+        return;  // with the last plan, of whole blocks, which is too large
     }
     int& n = context.checkpoint.n;
-    while (0 < n && n < L && peak(true, context.checkpoint) > room) { n++; }
+    while (n < L && peak(true, context.checkpoint) > room) { n++; }
 }
 
 // Prints two tables: the parts of a step; its rates, memory and losses.
