@@ -91,8 +91,9 @@ void print_checks(const Communicator& c, const Options& o, int steps, const char
 // Adds the differences of two tensors to a check. They match as lib.h's compare has it.
 void compare(WeightsCheck& check, const Tensor& got, const Tensor& want, double rtol = 1e-5,
              double atol = 1e-6);
-// Returns a number that tells t's bits from others, and whether all ranks pass the same number.
+// Returns a number that tells t's bits from others.
 uint64_t key_of_bits(const Tensor& t);
+// Returns whether all ranks pass the same number.
 bool same_everywhere(const Communicator& c, uint64_t mine);
 
 // -------------------------------------------------------------------------------------------------
