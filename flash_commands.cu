@@ -273,9 +273,9 @@ static void answer_launches(const AttentionRuns& runs) {
     }
     if (context.device != CUDA || !last || last->S < 4 * first->S) { return; }
     answer("a",
-           "Up to S %d naive's time is that of launching its kernels: at D %d it takes %.3f ms at "
+           "At D %d naive's time up to S %d is that of launching its kernels: it takes %.3f ms at "
            "S %d and %.3f at S %d.",
-           last->S, first->D, ms_of(*first), first->S, ms_of(*last), last->S);
+           first->D, last->S, ms_of(*first), first->S, ms_of(*last), last->S);
 }
 // Prints, for each dtype, on how many sizes flash is faster.
 static void answer_flash_benchmarking(const AttentionRuns& all) {

@@ -539,7 +539,7 @@ Tensor swiglu(const Layer& layer, const Tensor& y) {
     }
 
     const Tensor known = kept_result();  // as in flash_self_attention
-    Tensor h = known ? linear_known(y, layer.w13, known) : linear(y, layer.w13);
+    Tensor h = linear(y, layer.w13, known);
     keep_result(h);
     Range r("swiglu");
     Tensor g = swiglu_forward(h);

@@ -1122,8 +1122,8 @@ static void answer_strategy(const vector<CheckpointRun>& runs, const CheckpointR
 
     const double saved = 1 - (double)nested.step.predicted / block.step.predicted;
     answer("a",
-           "A whole step, where gradients come as inputs go, peaks at %.1f MiB: nesting saves %s "
-           "against %.1f MiB.",
+           "A whole step, where gradients come as inputs go, is predicted to peak at %.1f MiB: "
+           "nesting saves %s against %.1f MiB.",
            mib_of(nested.step.predicted),
            saved < 0.005 ? "nothing" : strprintf("%.1f %%", 100 * saved).c_str(),
            mib_of(block.step.predicted));

@@ -603,10 +603,8 @@ size_t run_if_fits(const string& row, size_t needs, const Job& f, size_t held = 
 
 // [...,M,K] x [...,K,N] (transpose_b: [...,N,K]) -> [...,M,N]
 Tensor matmul(const Tensor& a, const Tensor& b, bool transpose_b = false);
-// x [...,K], weight [N,K] -> x weight^T [...,N]
-Tensor linear(const Tensor& x, const Tensor& weight);
-// Records y = linear(x, weight), which is known already.
-Tensor linear_known(const Tensor& x, const Tensor& weight, const Tensor& y);
+// x [...,K], weight [N,K] -> x weight^T [...,N]. A result that is known already is only recorded.
+Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& known = {});
 // Returns linear(f(x), weight) as a checkpoint: backward runs f again, but not this product, since
 // nobody reads its result there.
 Tensor checkpoint_linear(const function<UnaryOp>& f, const Tensor& x, const Tensor& weight);

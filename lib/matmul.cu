@@ -322,9 +322,11 @@ static Tensor fused_weight_copy(const Tensor& weight, DType dtype, Source at) {
     return low;
 }
 
+static DType product_dtype(const Tensor& t) { return t.dtype == F64 ? F64 : matmul_dtype(); }
+
 // Returns what the table says: t itself, or the copy that a product takes for it.
 Tensor autocast_operand(const Tensor& t) {
-    DType dtype = t.dtype == F64 ? F64 : matmul_dtype();
+    const DType dtype = product_dtype(t);
     bool is_parameter = t.gradient && t.gradient->is_parameter;
     Source at = here();  // so that the memory log names this function
     if (t.dtype == dtype) { return t; }
@@ -356,16 +358,14 @@ Tensor matmul(const Tensor& a_in, const Tensor& b_in, bool transpose_b) {
     return y;
 }
 
-// Returns x weight^T and records it. With skip_product the result is `known`, or if that is null,
-// its values stay undefined. Backward needs x for the weight's gradient. Where x's maker can
-// compute it again (recompute_by), the tape keeps x's shape and gradient, but not its data.
-static Tensor linear(const Tensor& x_in, const Tensor& weight, bool skip_product,
-                     const Tensor& known) {
+// Returns x weight^T and records it. Backward needs x for the weight's gradient. Where x's maker
+// can compute it again (recompute_by), the tape keeps x's shape and gradient, but not its data.
+Tensor linear(const Tensor& x_in, const Tensor& weight, const Tensor& known) {
     Tensor x = reshape(autocast_operand(x_in), {x_in.size() / x_in.dim(-1), x_in.dim(-1)});
     Tensor w = autocast_operand(weight);
     const Shape rows = {x.dim(0), weight.dim(0)};
     Tensor y = known ? view(known, 0, rows) : empty(rows, x.dtype);
-    if (!skip_product) { gemm(y, x, false, w, true); }
+    if (!known) { gemm(y, x, false, w, true); }
 
     auto recompute = x_in.gradient ? x_in.gradient->recompute : nullptr;
     Tensor kept = x;
@@ -384,18 +384,21 @@ static Tensor linear(const Tensor& x_in, const Tensor& weight, bool skip_product
     shape.back() = weight.dim(0);
     return reshape(y, shape);
 }
-Tensor linear(const Tensor& x, const Tensor& weight) { return linear(x, weight, false, {}); }
-Tensor linear_known(const Tensor& x, const Tensor& weight, const Tensor& y) {
-    return linear(x, weight, true, y);
-}
 
 // f runs twice. First run (in forward): nothing is recorded, and y is computed. Second run (inside
-// backward): checkpoint() records it, so the tape is rebuilt; nobody reads y then, so the product
-// is skipped.
+// backward): checkpoint() records it, so the tape is rebuilt; nobody reads y then, so memory that
+// holds anything takes its place.
 Tensor checkpoint_linear(const function<UnaryOp>& f, const Tensor& x, const Tensor& weight) {
     auto linear_of_f = [f, weight](const Tensor& x) {
-        bool second_run = context.recording;
-        return linear(f(x), weight, second_run, {});
+        const Tensor fx = f(x);
+        Tensor unread;
+        const bool second_run = context.recording;
+        if (second_run) {
+            Shape shape = fx.shape;
+            shape.back() = weight.dim(0);
+            unread = empty(shape, product_dtype(fx));
+        }
+        return linear(fx, weight, unread);
     };
     return checkpoint(linear_of_f, x);
 }

@@ -841,7 +841,7 @@ TEST_CASE(
     auto text = [&] { return printed([&] { answer_flash_benchmarking(runs); }); };
     CHECK(!has(text(), "launching"));
     context.device = CUDA;  // nothing runs on it
-    check_says(text(), {"Up to S 512 naive's time is that of launching its kernels: at D 16 it "
+    check_says(text(), {"At D 16 naive's time up to S 512 is that of launching its kernels: it "
                         "takes 0.344 ms at S 128 and 0.354 at S 512."});
     runs[2].naive.ms[BOTH_PASSES] = times(0.5);  // only up to S 256
     CHECK(!has(text(), "launching"));
