@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # tests/run.sh RUNNER: all test cases, eight of them in each process, in JOBS processes at a time (as many as cores, at
 # most 8). Each process is a line.
-# Those that have deadlines, or take a GPU's memory, run afterwards by themselves. The logs stay in RUNNER.logs; the last
-# line is `N passed, N failed, N skipped`.
-export RUNNER=$1 LOGS=$1.logs ALONE="ranks:*,measure:*"
+# Those of the ranks, which have deadlines, run afterwards, and by themselves those that look at the memory in use. The
+# logs stay in RUNNER.logs; the last line is `N passed, N failed, N skipped`.
+export RUNNER=$1 LOGS=$1.logs
 export OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1  # without these each cs336 sets them, and starts itself anew
 rm -rf "$LOGS" && mkdir -p "$LOGS" || exit 1
 
@@ -18,10 +18,16 @@ part() {  # part NAME OPTIONS...: one process. Its log is shown if it fails, and
 }
 export -f part
 
-cases=$("$RUNNER" -c -tce="$ALONE" | sed -nE 's/.*filters: ([0-9]+)$/\1/p')
-echo "running tests; first $cases, eight at a time, then those that run alone"
-seq 1 8 "$cases" | xargs -P "${JOBS:-$(($(nproc) < 8 ? $(nproc) : 8))}" -I{} bash -c 'part {} -tce="$ALONE" -f={} -l=$(({} + 7))'
-part alone -tc="$ALONE"
+# parts PROCESSES CASES NAME FILTER: the cases that the filter leaves, so many in each process.
+parts() {
+    local cases
+    cases=$("$RUNNER" -c "$4" | sed -nE 's/.*filters: ([0-9]+)$/\1/p')
+    seq 1 "$2" "$cases" | xargs -P "$1" -I{} bash -c "part $3{} '$4' -f={} -l=\$(({} + $2 - 1))"
+}
+
+parts "${JOBS:-$(($(nproc) < 8 ? $(nproc) : 8))}" 8 "" -tce="ranks:*,measure:*"
+parts 3 2 ranks -tc="ranks:*"  # they wait, mostly
+part measure -tc="measure:*"
 for log in "$LOGS"/*; do grep '^skipped ' "$log"; tail -n 1 "$log"; done | awk '
     /^skipped/ { n = $2 + 0; sub(/^[^:]*: /, ""); why[$0] += n }
     /passed/ { p += $1; f += $3; s += $5 }
