@@ -588,7 +588,7 @@ HD A apply(const F& f, const A (&x)[N][W], int w) {
 // Reads W neighbours along the last dimension from element `at` on, by one access where they lie
 // side by side (step 1); step 0 gives one value W times.
 template <int W, class A>
-HD inline void load_some(A (&x)[W], const Operand& o, int64_t step, int64_t at) {
+HD inline void load_neighbours(A (&x)[W], const Operand& o, int64_t step, int64_t at) {
     with_elements(o.data, o.dtype, [&](auto* elements) {
         if (W > 1 && step == 1) {
             auto pack = load_pack<W>(elements + at);
@@ -602,7 +602,7 @@ HD inline void load_some(A (&x)[W], const Operand& o, int64_t step, int64_t at) 
 }
 // Writes W neighbours. If W > 1 they lie side by side: fits_packs() has looked.
 template <int W, class A>
-HD inline void store_some(const Operand& o, int64_t at, const A (&x)[W]) {
+HD inline void store_neighbours(const Operand& o, int64_t at, const A (&x)[W]) {
     with_elements(o.data, o.dtype, [&](auto* elements) {
         Pack<std::decay_t<decltype(*elements)>, W> pack;
         for (int w = 0; w < W; w++) { pack.x[w] = x[w]; }
@@ -632,10 +632,10 @@ struct Elementwise {
 
         A x[N][W], y[W];
         for (int k = 0; k < N; k++) {
-            load_some<W>(x[k], loop.in[k], loop.in[k].stride[last], in_at[k]);
+            load_neighbours<W>(x[k], loop.in[k], loop.in[k].stride[last], in_at[k]);
         }
         for (int w = 0; w < W; w++) { y[w] = apply(f, x, w); }
-        store_some<W>(loop.out, out_at, y);
+        store_neighbours<W>(loop.out, out_at, y);
     }
 };
 
@@ -902,7 +902,7 @@ __global__ void reduce_rows_kernel(F f, char* out, DType out_type, const char* x
     if (C % 4 == 0 && (uintptr_t)x % 16 == 0) {
         for (int64_t c = 4 * threadIdx.x; c < C; c += 4 * blockDim.x) {
             float four[4];
-            load_some<4>(four, {(char*)x, type, {}}, 1, blockIdx.x * C + c);
+            load_neighbours<4>(four, {(char*)x, type, {}}, 1, blockIdx.x * C + c);
             for (float v : four) { r = f(v, r); }
         }
     } else {
