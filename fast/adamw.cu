@@ -200,7 +200,7 @@ __global__ void adamw_kernel(Updates all, P* p_all, P* m_all, P* v_all, AdamWSca
 // Updates the weights of all gradients, whose type is G, by as few launches as their number allows.
 // A launch takes 16 bytes at a time if every tensor in it begins and ends at a multiple of that.
 template <bool split, class P, class G>
-static void launch(const vector<FlatGradient>& gradients, const Tensor& p, const Tensor& m,
+static void launch(const FlatGradients& gradients, const Tensor& p, const Tensor& m,
                    const Tensor& v, AdamWScalars s) {
     constexpr int W = 16 / sizeof(P);
     for (size_t next = 0; next < gradients.size();) {
@@ -230,10 +230,10 @@ static void launch(const vector<FlatGradient>& gradients, const Tensor& p, const
 // Updates the weights that are split, or those that are not, on the GPU: those of each gradient
 // type by themselves.
 template <bool split>
-static void update_cuda(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
+static void update_cuda(const Tensor& p, const FlatGradients& gradients, const Tensor& m,
                         const Tensor& v, AdamWScalars s) {
     for (DType dtype : {F32, BF16, F16}) {
-        vector<FlatGradient> some;
+        FlatGradients some;
         for (const FlatGradient& one : gradients) {
             if (one.g.dtype != dtype || is_split(p, one.offset) != split) { continue; }
             if (one.g.size() > 0) { some.push_back(one); }
@@ -251,8 +251,8 @@ static void update_cuda(const Tensor& p, const vector<FlatGradient>& gradients, 
 }
 #endif
 // Updates split weights on the CPU.
-static void update_split_cpu(const Tensor& p, const vector<FlatGradient>& gradients,
-                             const Tensor& m, const Tensor& v, AdamWScalars s) {
+static void update_split_cpu(const Tensor& p, const FlatGradients& gradients, const Tensor& m,
+                             const Tensor& v, AdamWScalars s) {
     for (const FlatGradient& one : gradients) {
         with_type(one.g.dtype, [&](auto zero) {
             const auto* g = one.g.as(zero);
@@ -271,7 +271,7 @@ static void update_split_cpu(const Tensor& p, const vector<FlatGradient>& gradie
     }
 }
 // Updates all weights. On the CPU those that are whole get the plain loop.
-static void update(const Tensor& p, const vector<FlatGradient>& gradients, const Tensor& m,
+static void update(const Tensor& p, const FlatGradients& gradients, const Tensor& m,
                    const Tensor& v, AdamWScalars s) {
 #ifdef HAVE_CUDA
     if (p.device() == CUDA) {

@@ -42,9 +42,9 @@ inline dim3 attention_grid(const AttentionArgs& a, int tiles, int blocks = 1) {
     constexpr int MOST = 65535;  // of y and z
     int heads = a.B * a.H;
     int together =
-        std::max(a.causal ? 2 * multiprocessors() * blocks / tiles : 1, ceil_div(heads, MOST));
+        max(a.causal ? 2 * multiprocessors() * blocks / tiles : 1, ceil_div(heads, MOST));
     while (together < heads && heads % together != 0) { together++; }
-    together = std::min(together, heads);
+    together = min(together, heads);
     return dim3(together, tiles, heads / together);
 }
 DEVICE int head_of_block(int z = blockIdx.z) { return z * gridDim.x + blockIdx.x; }

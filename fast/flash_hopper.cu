@@ -1231,7 +1231,7 @@ template <class Tile>
 static void launch_forward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
     dim3 order = attention_grid(a, ceil_div(a.Tq, Tile::Bq));
-    int blocks = std::min<int64_t>(multiprocessors(), (int64_t)order.x * order.y * order.z);
+    int blocks = min<int64_t>(multiprocessors(), (int64_t)order.x * order.y * order.z);
     launch(hopper_forward_kernel<Tile>, blocks, Tile::threads, Tile::bytes, a, order,
            tensor_map(t.q, Tile::Bq), tensor_map(t.k, Tile::Bk), tensor_map(t.v, Tile::Bk));
 }

@@ -60,11 +60,11 @@ struct StepPlaces : Places {
             for (const Place* other : placed) {  // by offset
                 if (other->to < p->from || p->to < other->from) { continue; }
                 if (other->offset >= p->offset + p->bytes) { break; }
-                p->offset = std::max(p->offset, other->offset + other->bytes);
+                p->offset = max(p->offset, other->offset + other->bytes);
             }
             auto lies_before = [](auto* a, auto* b) { return a->offset < b->offset; };
             placed.insert(std::upper_bound(placed.begin(), placed.end(), p, lies_before), p);
-            end = std::max(end, p->offset + p->bytes);
+            end = max(end, p->offset + p->bytes);
         }
         return end;
     }
@@ -100,7 +100,7 @@ static string kind_of_step(const Model& model, const char* what, const Tensor& t
                      (void*)model.lm_head.gradient->low_precision.data, (void*)model.rope.data);
 }
 // Returns the kernels of `work` as a graph; they are not run. Its buffers are those of `places`.
-static cudaGraphExec_t capture(const shared_ptr<StepPlaces>& places, const function<void()>& work) {
+static cudaGraphExec_t capture(const shared_ptr<StepPlaces>& places, const Job& work) {
     cudaGraph_t graph = nullptr;
     CUDA_CHECK(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeThreadLocal));
     try {
@@ -130,7 +130,7 @@ static void copy_in_stream(const Tensor& to, const Tensor& from) {
 // Returns the graphs of this kind of step, to be captured or launched. Null: `by_launches` has done
 // the step, as the rehearsal or because there is no room for the graphs' block.
 static StepGraphs* graphs_or(Model& model, const string& kind, const Shape& tokens,
-                             const function<void()>& by_launches) {
+                             const Job& by_launches) {
     if (!model.fast || ((StepGraphs*)model.fast.get())->kind != kind) {
         start_cublas();  // whose workspace is no part of the step
         auto rehearsal = make_shared<StepGraphs>();
@@ -161,7 +161,7 @@ static StepGraphs* graphs_or(Model& model, const string& kind, const Shape& toke
 // Does a training step's two passes and returns the loss, as forward_backward() does, which it is
 // in place of.
 static Tensor forward_backward_by_graphs(Model& model, const Batch& batch, float loss_scale,
-                                         const function<void()>& between) {
+                                         const Job& between) {
     zero_gradients(model);
     make_ready(model, batch.tokens.dim(1));
     Tensor result = empty({}, F32);

@@ -19,7 +19,7 @@ static void expect(bool ok, const char* what) {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t n) {
     // a regular file that no disk sees
     static const int file = memfd_create("fuzz.safetensors", 0);
-    static const string path = "/proc/self/fd/" + std::to_string(file);
+    static const string path = "/proc/self/fd/" + to_string(file);
     expect(file >= 0 && ftruncate(file, 0) == 0 && pwrite(file, bytes, n, 0) == (ssize_t)n,
            "the input is written");
     try {

@@ -13,7 +13,7 @@
 #include <map>
 
 static bool skipped_now = false;
-static std::map<string, int> skipped_why;
+static map<string, int> skipped_why;
 static int passed = 0, failed = 0, skipped = 0;
 
 void skip_this_case(const char* why) {

@@ -72,14 +72,14 @@ void write_file(const string& path, const string& text);
 inline bool has(const string& text, const string& part) { return text.find(part) != string::npos; }
 
 // What f throws: its message, after its exit code.
-inline string failure_of(const function<void()>& f) {
+inline string failure_of(const Job& f) {
     try {
         f();
     } catch (const Failure& e) { return strprintf("%d: %s", e.exit_code, e.what()); }
     return "nothing thrown";
 }
 // What print() and answer() write while f runs.
-inline string printed(const function<void()>& f) {
+inline string printed(const Job& f) {
     string text;
     printed_to = &text;
     f();

@@ -21,11 +21,11 @@ TEST_CASE_TEMPLATE("a fused softmax takes scores of -inf, first in a row or all 
 }
 
 TEST_CASE("answers: pytorch_attention") {
-    vector<AttentionRun> runs = {{4096, 16, F32, passes(2.071, 4.088, NAN, 1066.25)},
-                                 {8192, 16, F32, passes(8.050, 15.972, NAN, 4148.5)},
-                                 {16384, 16, F32, passes(32.579, 67.138, NAN, 16457)},
-                                 {8192, 128, F32, passes(11.979, 23.39, NAN, 4288.5)},
-                                 {16384, 128, F32, passes(48.454, 97.052, NAN, 16737)}};
+    AttentionRuns runs = {{4096, 16, F32, passes(2.071, 4.088, NAN, 1066.25)},
+                          {8192, 16, F32, passes(8.050, 15.972, NAN, 4148.5)},
+                          {16384, 16, F32, passes(32.579, 67.138, NAN, 16457)},
+                          {8192, 128, F32, passes(11.979, 23.39, NAN, 4288.5)},
+                          {16384, 128, F32, passes(48.454, 97.052, NAN, 16737)}};
     auto text = [&] {
         return printed([&] {
             answer_pytorch_attention(runs, {32768, 171902500864, 149443414425});
@@ -102,8 +102,8 @@ TEST_CASE("weighted_sum's rates count what each pass and the copy read and write
 }
 
 TEST_CASE("answers: torch_compile's attention") {
-    vector<AttentionRun> runs = {{256, 16, F32, passes(0.075, 0.125), passes(0.025, 0.046)},
-                                 {16384, 128, F32, passes(48.665, 96.981), passes(29.653, 55.999)}};
+    AttentionRuns runs = {{256, 16, F32, passes(0.075, 0.125), passes(0.025, 0.046)},
+                          {16384, 128, F32, passes(48.665, 96.981), passes(29.653, 55.999)}};
     auto text = [&] { return printed([&] { answer_torch_compile_attention(runs); }); };
     check_says(
         text(),

@@ -227,7 +227,7 @@ TEST_CASE("calcs: the simulated layer's gradients are the tape's, on any grid of
     const Tensor x1 = matmul(leaves[0], leaves[1]), x2 = matmul(leaves[0], leaves[2]);
     const Tensor y = matmul(mul(mul(x1, sigmoid(x1)), x2), leaves[3]);
     backward_from(y, l.dy);
-    for (auto [N, M] : {std::pair(1, 1), {3, 1}, {1, 4}, {2, 3}, {3, 4}, {4, 2}}) {
+    for (auto [N, M] : {pair(1, 1), {3, 1}, {1, 4}, {2, 3}, {3, 4}, {4, 2}}) {
         INFO(N << " x " << M << " devices");
         const vector<Simulated> devices = simulate(l, N, M);
         for (int k = 0; k < N * M; k++) {
@@ -261,7 +261,7 @@ TEST_CASE("calcs: FLOPs and bytes are those that the simulated devices count") {
                 if (N == 1) { check(tp[1 - pass], pass, d.tp_bytes[pass]); }
             }
         }
-        CHECK(both[2].communication == std::max(both[0].communication, both[1].communication));
+        CHECK(both[2].communication == max(both[0].communication, both[1].communication));
         CHECK(both[3].communication ==
               doctest::Approx(both[0].communication + both[1].communication));
     }
@@ -284,7 +284,7 @@ TEST_CASE(
 }
 TEST_CASE("calcs: fsdp_tp_calcs's bounds are those of a search over all splits") {
     // both axes, no FSDP, no TP, and on either side of where TP stops to pay
-    for (auto [B, F] : {std::pair(65536., 11008.),
+    for (auto [B, F] : {pair(65536., 11008.),
                         {2048., 10240.},
                         {1024., 1048576.},
                         {65536., 64.},
@@ -304,7 +304,7 @@ TEST_CASE("calcs: fsdp_tp_calcs's bounds are those of a search over all splits")
                     double& bound = fits(n, middle) ? fitting : beyond;
                     bound = middle;
                 }
-                best = std::max(best, n * fitting);
+                best = max(best, n * fitting);
             }
             INFO("B " << B << ", F " << F << ", way " << way);
             CHECK(fsdp_tp_costs(l, 4, 2)[way].most == doctest::Approx(best).epsilon(1e-3));
@@ -408,7 +408,7 @@ TEST_CASE("calcs: answers where communication is the limit, or an axis goes") {
          "<= 8.513 devices"});
 }
 TEST_CASE("calcs: wrong options") {
-    for (const auto& [option, value] : {std::pair("--devices", "1"),
+    for (const auto& [option, value] : {pair("--devices", "1"),
                                         {"--devices", "1048577"},
                                         {"--devices", "2.5"},
                                         {"--tflops", "nan"},

@@ -8,7 +8,7 @@
 #include <nlohmann/json.hpp>
 
 // These parameters, in backward order, in one buffer, and their gradients in another.
-static Model flat_model(const vector<std::pair<const char*, Shape>>& parameters) {
+static Model flat_model(const vector<pair<const char*, Shape>>& parameters) {
     Model m;
     int64_t n = 0;
     for (const auto& [name, shape] : parameters) {
@@ -180,7 +180,7 @@ static void check_what_ranks_tell(const Communicator& c) {
     o.steps = 1;
     o.batch_size = 1;
     o.context_length = 8;
-    vector<Trace> traces;
+    Traces traces;
     DdpRun naive = NAIVE;
     run_strategy(c, o, config, naive, traces);
     const WayRun alone = single_process(c, o, config);
@@ -233,8 +233,8 @@ TEST_CASE("ddp: buckets") {
 static void check_times(const Communicator& c) {
     Trainer t = data_parallel_trainer(c, random_model({"lm", 16, 16, 1, 1, 20}, 0), NAIVE);
     t.marks = {{&StepTimes::forward, Mark{100, nullptr}}};
-    for (auto [begin, end] : {std::pair{100, 110}, {105, 120}}) {
-        auto work = std::make_shared<Work>();
+    for (auto [begin, end] : {pair{100, 110}, {105, 120}}) {
+        auto work = make_shared<Work>();
         work->begin.ms = begin;
         work->end.ms = end;
         t.d->works.push_back(work);
@@ -350,7 +350,7 @@ TEST_CASE("ddp: benchmarking commands") {
     const vector<string> calls = column(r.out, "calls"), losses = column(r.out, "Loss");
     REQUIRE(losses.size() == ways.size());
     // 9 tensors per layer and 3
-    for (auto [way, n] : {std::pair(1, "39"), {2, "1"}, {3, "39"}, {5, "1"}}) {
+    for (auto [way, n] : {pair(1, "39"), {2, "1"}, {3, "39"}, {5, "1"}}) {
         INFO(ways[way]);
         CHECK(calls[way] == n);
         // all from the same weights
@@ -390,7 +390,7 @@ TEST_CASE("ddp: --trace puts all ranks into one file") {
     CHECK(r.exit_code == 0);
     nlohmann::json trace = nlohmann::json::parse(read_file(path), nullptr, false);
     REQUIRE(!trace.is_discarded());
-    std::map<std::pair<int, string>, int> seen;  // process and name of a range
+    map<pair<int, string>, int> seen;  // process and name of a range
     for (const auto& event : trace["traceEvents"]) {
         if (event["ph"] == "X") { seen[{event["pid"].get<int>(), event["name"].get<string>()}]++; }
     }

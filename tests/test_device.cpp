@@ -153,9 +153,9 @@ TEST_CASE("measure: memory is what the control group leaves") {
     Folder group;
     auto mib_left = [&](const char* max, size_t used, size_t cached) {
         write_file(group / "memory.max", string(max) + "\n");
-        write_file(group / "memory.current", std::to_string(used << 20) + "\n");
+        write_file(group / "memory.current", to_string(used << 20) + "\n");
         write_file(group / "memory.stat",
-                   "anon 5\ninactive_file " + std::to_string(cached << 20) + "\n");
+                   "anon 5\ninactive_file " + to_string(cached << 20) + "\n");
         return system_memory(group.path.c_str()) / 1048576.0;
     };
     CHECK(mib_left("67108864", 30, 0) == 34);

@@ -87,7 +87,7 @@ TEST_CASE("model: a step in mode flash is launched as graphs, in each precision"
             LossScaler scaler;
             Batch batch = random_batch(4, 256, small.vocab_size, 7);
             for (auto [phase, launches] :
-                 {std::pair<Phase, int>{FORWARD, 1}, {FORWARD_BACKWARD, 2}, {STEP, 2}}) {
+                 {pair<Phase, int>{FORWARD, 1}, {FORWARD_BACKWARD, 2}, {STEP, 2}}) {
                 run_phase(phase, model, batch, scaler);
                 const int before = graph_launches;
                 for (int step = 0; step < 3; step++) { run_phase(phase, model, batch, scaler); }
@@ -120,13 +120,13 @@ TEST_CASE("model: inference by a CUDA graph") {
 // included.
 TEST_CASE("model: a step packs well") {
     begin<OnCPU>();
-    for (auto [mode, precision] : vector<std::pair<Mode, Precision>>{
+    for (auto [mode, precision] : vector<pair<Mode, Precision>>{
              {FUSED, FP32}, {FUSED, PREC_BF16}, {FLASH, FP32}, {FLASH, PREC_BF16}}) {
         context.mode = mode, context.precision = precision;
         // only planned for, so no GPU is needed; but a build for GPUs is
         context.device = mode == FLASH ? CUDA : CPU;
         if (mode == FLASH && !fastest_flash(CUDA, matmul_dtype(), 64)) { continue; }
-        for (auto [size, recompute] : {std::pair<int, bool>{0, false}, {3, false}, {3, true}}) {
+        for (auto [size, recompute] : {pair<int, bool>{0, false}, {3, false}, {3, true}}) {
             const ModelConfig& config = model_sizes[size];
             context.recompute = recompute;
             Planning planning;
@@ -137,7 +137,7 @@ TEST_CASE("model: a step packs well") {
             run_phase(FORWARD, model, batch, scaler);  // rope is there
             size_t before = memory_use(META).now;
             reset_peak(META);
-            auto first = std::make_shared<StepPlaces>(), again = std::make_shared<StepPlaces>();
+            auto first = make_shared<StepPlaces>(), again = make_shared<StepPlaces>();
             auto step = [&] {
                 backward(cross_entropy(forward(model, batch.tokens), batch.targets));
             };
@@ -217,7 +217,7 @@ TEST_CASE_TEMPLATE("model: weights are whole where split ones lay that are gone"
                    OnCUDA) {
     if (!begin<D>()) { return; }
     context.mode = FUSED, context.precision = PREC_BF16;
-    std::set<char*> places;
+    set<char*> places;
     for (int i = 0; i < 3; i++) {
         Model model = make_model(tiny);
         CHECK(!is_split(model));

@@ -74,7 +74,7 @@ static Problem make_problem(const Sizes& s, DType dtype, bool causal, float q_st
 // one key alone has P = 1: its dQ and dK are exactly 0, and what remains is rounding.
 static void check_close(const string& what, const Tensor& got, const Tensor& want, double rtol,
                         double atol) {
-    Comparison c = compare(got, want, rtol, atol * std::max(1.0, largest(want)));
+    Comparison c = compare(got, want, rtol, atol * max(1.0, largest(want)));
     CHECK_MESSAGE(c.ok(), what, ": ", to_string(c));
 }
 static void check_result(const Result& got, const Result& want, double rtol, double atol) {
@@ -333,9 +333,9 @@ static void check_all(const Sizes& s, bool causal, float q_std = 1, bool few = f
 
 TEST_CASE_TEMPLATE("flash: every implementation at every length and head size", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    const std::pair<int, int> lengths[] = {{1, 1},   {2, 2},     {31, 31},   {63, 63},  {64, 64},
-                                           {65, 65}, {127, 127}, {129, 129}, {65, 129}, {129, 65},
-                                           {1, 200}, {200, 1},   {200, 200}};
+    const pair<int, int> lengths[] = {{1, 1},   {2, 2},     {31, 31},   {63, 63},  {64, 64},
+                                      {65, 65}, {127, 127}, {129, 129}, {65, 129}, {129, 65},
+                                      {1, 200}, {200, 1},   {200, 200}};
     for (int head : {16, 32, 64, 80, 128}) {
         for (auto [Tq, Tk] : lengths) {
             for (bool causal : {false, true}) {
@@ -347,7 +347,7 @@ TEST_CASE_TEMPLATE("flash: every implementation at every length and head size", 
     }
 }
 // The largest share of its bound that a result of one of the rows takes, for each type and result.
-using Shares = std::map<DType, std::array<double, 5>>;
+using Shares = map<DType, std::array<double, 5>>;
 static void add_shares(Shares& all, const AttentionCase& c, DType dtype, uint64_t seed) {
     const AttentionTensors in = random_inputs(c, dtype, seed);
     const Reference want = reference(in, dtype);
@@ -355,7 +355,7 @@ static void add_shares(Shares& all, const AttentionCase& c, DType dtype, uint64_
         const vector<Tensor> got = outputs_of(*impl, as_type(dtype, in));
         for (int i = 0; i < 5; i++) {
             double& share = all[dtype][i];
-            share = std::max(share, error_of(got[i], want.results[i], want.bounds[i]).of_bound);
+            share = max(share, error_of(got[i], want.results[i], want.bounds[i]).of_bound);
         }
     }
 }
@@ -406,8 +406,8 @@ static void mistaken(const AttentionTensors& t, bool backward) {
         for (int64_t i = 0; i < Tq; i++) {
             if (is("only the first tile of queries") && i >= 64) { continue; }
             int n = keys_seen(t.causal && !is("no mask"), (int)i, (int)Tk);
-            if (is("a query does not see its own key") && t.causal) { n = std::max(1, n - 1); }
-            if (is("a query sees one key more") && t.causal) { n = std::min((int)Tk, n + 1); }
+            if (is("a query does not see its own key") && t.causal) { n = max(1, n - 1); }
+            if (is("a query sees one key more") && t.causal) { n = min((int)Tk, n + 1); }
             if (is("the last tile of keys is skipped") && n > 32) { n = (n - 1) / 32 * 32; }
             const double *q = &Q[(head * Tq + i) * D], *k = &K[head * Tk * D],
                          *v = &V[head * Tk * D];
@@ -416,12 +416,11 @@ static void mistaken(const AttentionTensors& t, bool backward) {
             double m = -INFINITY, l = 0, tile_m = -INFINITY;
             for (int j = 0; j < n; j++) {
                 s[j] = scale * std::inner_product(q, q + D, k + j * D, 0.0);
-                m = std::max(m, s[j]);
+                m = max(m, s[j]);
             }
             for (int j = 0; j < n; j++) {
                 if (j % 32 == 0) {
-                    tile_m =
-                        std::max(tile_m, *std::max_element(&s[j], &s[0] + std::min(n, j + 32)));
+                    tile_m = max(tile_m, *std::max_element(&s[j], &s[0] + min(n, j + 32)));
                 }
                 p[j] = std::exp(s[j] - (is("old tiles are not rescaled") ? tile_m : m));
                 l += p[j];
@@ -501,7 +500,7 @@ TEST_CASE("flash: the bounds tell each usual mistake from rounding, in every typ
             const vector<Tensor> got = outputs_of(mistaken_impl, in);
             double share = 0;
             for (int i = 0; i < 5; i++) {
-                share = std::max(share, error_of(got[i], want.results[i], want.bounds[i]).of_bound);
+                share = max(share, error_of(got[i], want.results[i], want.bounds[i]).of_bound);
             }
             return share;
         };
@@ -654,8 +653,7 @@ TEST_CASE_TEMPLATE(
     DType dtype = D::device == CUDA ? BF16 : F32;
     for (const AttentionImpl* impl : impls_for(dtype, 64)) {
         if (!impl->forward) { continue; }
-        for (auto [head_size, many] :
-             {std::pair(64, false), {128, false}, {64, true}, {128, true}}) {
+        for (auto [head_size, many] : {pair(64, false), {128, false}, {64, true}, {128, true}}) {
             if (many && D::device == CPU) { continue; }
             // many: over four tiles of queries per multiprocessor, so that blocks take one after
             // another
@@ -723,11 +721,11 @@ TEST_CASE_TEMPLATE("flash: the attention command", D, OnCPU, OnCUDA) {
     for (const char* impl : {"auto", "naive", "fused"}) {
         Run r = attention_on({"--inputs", in, "--causal", "--impl", impl});
         REQUIRE_MESSAGE(r.exit_code == 0, r.err);
-        const std::pair<const char*, const Tensor*> expected[] = {{"o", &p.truth.o},
-                                                                  {"lse", &p.truth.L},
-                                                                  {"dq", &p.truth.dq},
-                                                                  {"dk", &p.truth.dk},
-                                                                  {"dv", &p.truth.dv}};
+        const pair<const char*, const Tensor*> expected[] = {{"o", &p.truth.o},
+                                                             {"lse", &p.truth.L},
+                                                             {"dq", &p.truth.dq},
+                                                             {"dk", &p.truth.dk},
+                                                             {"dv", &p.truth.dv}};
         for (const auto& e : expected) {
             CHECK(check_output(e.first, *e.second, e.second->shape) == 5);
         }
@@ -803,7 +801,7 @@ TEST_CASE("flash: v1 on the GPU, tiles' borders, all types") {  // small: for th
 // Tests of flash.cu's answers: numbers measured on an H200 in, the sentences out.
 
 TEST_CASE("answers: flash_benchmarking calls nothing faster that is slower or within the noise") {
-    vector<AttentionRun> runs = {
+    AttentionRuns runs = {
         {65536, 16, BF16, passes(88.671, 127.485, 216.051), passes(0.862, 1.441, 2.3)},
         {65536, 128, BF16, passes(89.335, 128.089, 217.153), passes(1.568, 4.386, 5.895)},
         {1024, 128, F32, passes(0.095, 0.133, 0.222), passes(0.112, 0.275, 0.385)},
@@ -830,9 +828,9 @@ TEST_CASE(
     "answers: flash_benchmarking names the launches only where naive's time does not change, on a "
     "GPU") {
     begin<OnCPU>();
-    vector<AttentionRun> runs;
+    AttentionRuns runs;
     for (auto [S, ms] :
-         {std::pair{128, 0.344}, {256, 0.337}, {512, 0.354}, {1024, 1.113}, {2048, 4.078}}) {
+         {pair{128, 0.344}, {256, 0.337}, {512, 0.354}, {1024, 1.113}, {2048, 4.078}}) {
         runs.push_back({S, 16, BF16, passes(1, 1, ms), passes(1, 1, 0.03)});
     }
     runs.push_back({4096, 16, BF16, oom(), passes(1, 1, 0.1)});
@@ -883,7 +881,7 @@ string check_quick(vector<string> words, vector<string> says) {
 }
 TEST_CASE("answers: the commands of sections 1.2 and 1.3, --quick") {
     const string pass = "All 56 checks pass: no error is above 0.";
-    const std::map<string, vector<string>> phrases = {
+    const map<string, vector<string>> phrases = {
         {"weighted_sum", {"of the largest x: it moves"}},
         {"flash_forward", {pass, "**(c)** A masked score"}},
         {"flash_backward", {pass, "Backward computes P again"}},

@@ -58,7 +58,7 @@ TEST_CASE("fsdp_accounting: memory as predicted, and a wait for each unit") {
     if (lacks("gloo", CPU, 3)) { return; }
     for (const char* n : {"2", "3"}) {
         for (const auto& [checkpoint, precision] :
-             {std::pair("none", "fp32"), {"1", "fp32"}, {"none", "fp16"}, {"none", "bf16"}}) {
+             {pair("none", "fp32"), {"1", "fp32"}, {"none", "fp16"}, {"none", "bf16"}}) {
             Run r =
                 accounting({"--nproc", n, "--checkpoint", checkpoint, "--precision", precision});
             INFO(n << " ranks, checkpoint " << checkpoint << ", " << precision << "\n"
@@ -138,7 +138,7 @@ static vector<int> units_of(const vector<FsdpWait>& waits) {
     return units;
 }
 static int gathers_in(const vector<FsdpWait>& waits) {
-    std::set<const Work*> gathers;
+    set<const Work*> gathers;
     for (const FsdpWait& w : waits) { gathers.insert(w.work.get()); }
     return (int)gathers.size();
 }
@@ -152,7 +152,7 @@ static void check_gathers(const Communicator& c) {
         const vector<FsdpWait> waits = gathers_of(*f);
         CHECK(units_of(waits) == vector<int>{0, 1, 2, 3, 4, 5, 4, 3, 2, 1});
         CHECK(gathers_in(waits) == 9);
-        std::set<const Work*> seen = {waits[0].work.get()};
+        set<const Work*> seen = {waits[0].work.get()};
         for (size_t i = 1; step > 0 && i < waits.size(); i++) {
             const FsdpWait &before = waits[i - 1], &w = waits[i];
             if (!seen.insert(w.work.get()).second) { continue; }
@@ -226,16 +226,16 @@ static double distance(const vector<float>& a, const vector<float>& b) {
 // that far from each other. What is read is whole fp32.
 static void check_form(const Communicator& c) {
     context.mode = FUSED;
-    vector<std::map<string, vector<float>>> trained;
+    vector<map<string, vector<float>>> trained;
     for (auto [precision, split] :
-         {std::pair<Precision, bool>{FP32, false}, {PREC_BF16, false}, {PREC_BF16, true}}) {
+         {pair<Precision, bool>{FP32, false}, {PREC_BF16, false}, {PREC_BF16, true}}) {
         context.precision = precision;
         auto f = fully_shard(c, lay_out_model(small).parameters, matmul_dtype());
         Model model = sharded_model(small, *f);
         visit_whole(*f, true,
                     [](const Parameter& p, const Tensor& w) { init_weight(w, p.name, 1); });
         auto read = [&] {
-            std::map<string, vector<float>> all;
+            map<string, vector<float>> all;
             visit_whole(*f, false,
                         [&](const Parameter& p, const Tensor& w) { all[p.name] = to_floats(w); });
             return all;
@@ -351,7 +351,7 @@ static void check_missing(const Communicator& c) {
         fill_normal(w, 1, key_of(p.name), 0, 1);
     });
     f->shard.adamw = {1, 0, 0, 1, 0};  // without momentum and decay: no gradient, no step
-    std::map<string, vector<float>> before;
+    map<string, vector<float>> before;
     visit_whole(*f, false,
                 [&](const Parameter& p, const Tensor& w) { before[p.name] = to_floats(w); });
     auto after = before, once = before;
@@ -397,7 +397,7 @@ static void check_trainers(const Communicator& c) {
     auto plain = [&] { return random_model(config, c.rank); };  // rank 0's weights reach all
     AdamW adamw;
     adamw.eps = 1e-5f;  // else a gradient that is rounding alone moves its weight by lr, either way
-    vector<std::pair<const char*, function<Trainer()>>> ways = {
+    vector<pair<const char*, function<Trainer()>>> ways = {
         {"sharded, broadcast", [&] { return sharded_trainer(c, plain(), BROADCAST, adamw); }},
         {"sharded, ZeRO-1", [&] { return sharded_trainer(c, plain(), ZERO1, adamw); }},
         {"FSDP", [&] { return fsdp_trainer(c, config, 0, false, adamw); }},
@@ -425,7 +425,7 @@ static void check_trainers(const Communicator& c) {
             const vector<float> a = to_floats(got),
                                 b = to_floats(view(whole.model.weights, p.offset, p.shape));
             for (size_t i = 0; i < a.size(); i++) {
-                worst = std::max<double>(worst, std::fabs(a[i] - b[i]));
+                worst = max<double>(worst, std::fabs(a[i] - b[i]));
             }
         };
         if (ours.f) { visit_whole(*ours.f, false, see); }
@@ -584,7 +584,7 @@ TEST_CASE("leaderboard: the handout's step is counted and predicted where it doe
     CHECK(has(r.err, "no step ran: each rank needs "));
 }
 TEST_CASE("leaderboard: wrong options") {
-    for (const auto& [words, line] : vector<std::pair<Words, string>>{
+    for (const auto& [words, line] : vector<pair<Words, string>>{
              {{"--nproc", "2", "--batch_size", "3"},
               "--batch_size: got 3, takes a multiple of 2, the number of ranks"},
              {{"--precision", "fp16"},

@@ -92,8 +92,8 @@ TEST_CASE("layers: fused ops on rows of any length, the GPU against the CPU") {
     // C: a pack or none, more than one element per thread, more than one pack per thread. N: more
     // rows than RMSNorm's backward has blocks.
     for (auto [N, C] :
-         vector<std::pair<int, int>>{{1, 1}, {3, 8}, {5, 643}, {9, 2562}, {9, 5128}, {2200, 16}}) {
-        for (auto [precision, tolerance] : {std::pair<Precision, double>{FP32, 2e-5},
+         vector<pair<int, int>>{{1, 1}, {3, 8}, {5, 643}, {9, 2562}, {9, 5128}, {2200, 16}}) {
+        for (auto [precision, tolerance] : {pair<Precision, double>{FP32, 2e-5},
                                             {PREC_BF16, 1e-2},
                                             {PREC_FP16, 2e-3},
                                             {PREC_PURE_BF16, 1e-2}}) {
@@ -183,7 +183,7 @@ static vector<Output> outputs_of_ops(const LayerOps& ops, int N, int C, int D, D
     Tensor dqkv = empty(qkv.shape, type);
     Tensor dq = normals(q.shape, type, 9), dk = normals(q.shape, type, 10);
     ops.rotate(dqkv, dq, dk, normals(q.shape, type, 11), rope, true);
-    all.push_back({"dqkv", dqkv, u, 8 * e * std::max(largest(dq), largest(dk))});
+    all.push_back({"dqkv", dqkv, u, 8 * e * max(largest(dq), largest(dk))});
     for (bool backward : {false, true}) {
         Tensor in_place = normals(qkv.shape, type, 8);
         ops.rotate(in_place, {}, {}, {}, rope, backward);
@@ -208,7 +208,7 @@ TEST_CASE("layers: the fused ops by plain kernels and by those of fast/") {
     for (auto [N, C, D] : vector<std::array<int, 3>>{
              {1, 1, 2}, {3, 8, 8}, {5, 643, 6}, {9, 2562, 22}, {9, 5128, 64}, {2200, 16, 32}}) {
         for (auto [type, residual] :
-             {std::pair<DType, DType>{F32, F32}, {BF16, F32}, {F16, F32}, {BF16, BF16}}) {
+             {pair<DType, DType>{F32, F32}, {BF16, F32}, {F16, F32}, {BF16, BF16}}) {
             const string what = strprintf("N %d, C %d, D %d, %s, residual stream %s", N, C, D,
                                           name_of(type), name_of(residual));
             CAPTURE(what);
@@ -266,9 +266,8 @@ TEST_CASE_TEMPLATE("layers: AdamW over many tensors, plain and fast, by the form
         if (!update) { continue; }
         for (DType dtype : {F32, BF16, F16}) {
             // unit: of sizes and offsets; a row may take four or eight elements at a time
-            for (auto [unit, stored] :
-                 {std::pair<int, DType>{1, F32}, {4, F32}, {1, BF16}, {8, BF16}}) {
-                vector<FlatGradient> gradients;
+            for (auto [unit, stored] : {pair<int, DType>{1, F32}, {4, F32}, {1, BF16}, {8, BF16}}) {
+                FlatGradients gradients;
                 int64_t end = 0;
                 for (int i = 0; i < 70; i++) {
                     Tensor g = empty({unit * (i == 33 ? 5000 : 1 + i)}, dtype);

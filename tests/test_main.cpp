@@ -255,12 +255,12 @@ TEST_CASE("main: info's rates are FLOPs and bytes, read and written, per second"
     };
     // The best of each: other processes cannot make it better, but may keep it from coming soon.
     for (int i = 0; i < 20 || (i < 200 && (far_off(product) || far_off(copied))); i++) {
-        tflops = std::max(tflops, matmul_tflops(FP32, n));
-        gb_per_s = std::max(gb_per_s, copy_gb_per_s(bytes));
-        product_ms = std::min(
-            product_ms, stats_of(time_ms(2, 10, [&] { gemm(c, a, false, b, false); })).median);
-        copy_ms = std::min(copy_ms,
-                           stats_of(time_ms(2, 10, [&] { copy_or_add(to, from, false); })).median);
+        tflops = max(tflops, matmul_tflops(FP32, n));
+        gb_per_s = max(gb_per_s, copy_gb_per_s(bytes));
+        product_ms =
+            min(product_ms, stats_of(time_ms(2, 10, [&] { gemm(c, a, false, b, false); })).median);
+        copy_ms =
+            min(copy_ms, stats_of(time_ms(2, 10, [&] { copy_or_add(to, from, false); })).median);
         product = tflops * product_ms / (2e-9 * n * n * n);
         copied = gb_per_s * copy_ms / (2e-6 * bytes);
     }
@@ -291,7 +291,7 @@ TEST_CASE(
     if (help.exit_code == 127) { return skip_this_case("no python3"); }
     CHECK(help.exit_code == 0);
     CHECK(has(help.out, "--max_ratio"));
-    const std::pair<string, const char*> wrong[] = {
+    const pair<string, const char*> wrong[] = {
         {"--size small,tiny", "--size"},
         {"--max_ratio nan", "--max_ratio"},
         {"--rounds 0", "--rounds"},
@@ -316,7 +316,7 @@ TEST_CASE("plan: xl is each edition's own, the other sizes are the same in both"
     auto width = [](const char* edition, const char* size) {
         Options o;
         o.edition = edition, o.size = {size}, o.vocab_size = 10000;
-        vector<ModelConfig> configs = configs_of(o);
+        ModelConfigs configs = configs_of(o);
         REQUIRE(configs.size() == 1);
         return configs[0].name + strprintf(" %d", configs[0].d_model);
     };

@@ -96,7 +96,7 @@ static const vector<Tolerance> tolerances = {
 
 static void check_close(const Tensor& got, const Tensor& want, double relative,
                         double at_least = 0) {
-    Comparison c = compare(got, want, 0, relative * std::max(largest(want), at_least));
+    Comparison c = compare(got, want, 0, relative * max(largest(want), at_least));
     CHECK_MESSAGE(c.ok(), to_string(c));
 }
 
@@ -137,7 +137,7 @@ TEST_CASE_TEMPLATE("model: every mode and precision against float64", D, OnCPU, 
     // Flash has its own head sizes; on the CPU it is fp32.
     const vector<Tolerance> in_flash(tolerances.begin(),
                                      D::device == CPU ? tolerances.begin() + 1 : tolerances.end());
-    for (auto [B, T] : {std::pair<int, int>{1, 1}, {3, 7}, {2, 65}}) {
+    for (auto [B, T] : {pair<int, int>{1, 1}, {3, 7}, {2, 65}}) {
         check_against_float64(odd, B, T, D::device, {EAGER, FUSED}, tolerances);
         check_against_float64(even, B, T, D::device, {FUSED}, tolerances);
         for (int head : {16, 80}) {
@@ -153,7 +153,7 @@ static Tensor floats_of(const SafeTensors& file, const string& name) {
     return t;
 }
 static const SafeTensors& fixture(const char* name) {
-    static std::map<string, SafeTensors> files;
+    static map<string, SafeTensors> files;
     if (!files.count(name)) {
         files[name] = load_safetensors(string("tests/fixtures/model_") + name + ".safetensors");
     }
@@ -314,7 +314,7 @@ TEST_CASE_TEMPLATE("model: AdamW by its formula, eager and fused", D, OnCPU, OnC
         }
         vector<double> got = to_doubles(s.model.weights);
         double worst = 0;
-        for (size_t i = 0; i < p.size(); i++) { worst = std::max(worst, fabs(got[i] - p[i])); }
+        for (size_t i = 0; i < p.size(); i++) { worst = max(worst, fabs(got[i] - p[i])); }
         CHECK_MESSAGE(worst < 2e-5, name_of(mode), " ", worst);
     }
 }
@@ -393,7 +393,7 @@ static Kept run_kept(const ModelConfig& config, int B, int T) {
     return k;
 }
 // f: in each mode from `first` on and each precision.
-static void in_settings(Mode first, const function<void()>& f) {
+static void in_settings(Mode first, const Job& f) {
     for (int mode = first; mode <= FLASH; mode++) {
         for (Precision precision : {FP32, PREC_BF16, PREC_FP16, PREC_PURE_BF16}) {
             if (mode == FLASH && !fastest_flash(context.device, matmul_dtype(precision), 16)) {
@@ -466,7 +466,7 @@ TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, On
     const int B = D::device == CPU ? 1 : 2, T = D::device == CPU ? 16 : 128;
     const OnlyFlashV1 same_bits;
     in_settings(EAGER, [&] {
-        std::map<string, Kept> kept;
+        map<string, Kept> kept;
         for (const char* checkpoint :
              {"none", "1", "2", "5", "ffn", "ffn:2", "blocks:2", "nested"}) {
             CAPTURE(string(checkpoint));
@@ -547,7 +547,7 @@ TEST_CASE_TEMPLATE("model: head and loss in chunks give what whole logits give",
     for (Precision precision : {FP32, PREC_BF16, PREC_PURE_BF16}) {
         const Setup want = run(precision, 0, &want_loss, &want_seen);
         for (int chunk : {1, 7, 66, 1000}) {
-            CAPTURE(string(name_of(precision)) + " " + std::to_string(chunk));
+            CAPTURE(string(name_of(precision)) + " " + to_string(chunk));
             const Setup got = run(precision, chunk, &loss, &seen);
             check_close(on_cpu(loss), on_cpu(want_loss), 1e-6);
             check_close(on_cpu(seen), on_cpu(want_seen), 1e-6);
@@ -706,7 +706,7 @@ TEST_CASE_TEMPLATE("model: activations live no longer than they are needed", D, 
 }
 TEST_CASE_TEMPLATE("model: META predicts the peak", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    for (auto [mode, head_chunk] : {std::pair<Mode, int>{EAGER, 0}, {FUSED, 0}, {FUSED, 9}}) {
+    for (auto [mode, head_chunk] : {pair<Mode, int>{EAGER, 0}, {FUSED, 0}, {FUSED, 9}}) {
         for (Precision precision : {FP32, TF32, PREC_BF16, PREC_PURE_BF16}) {
             context.mode = mode;
             context.precision = precision;
@@ -766,7 +766,7 @@ TEST_CASE("model: the sizes' parameters, and what 10B takes") {
         for (const Parameter& p : make_model(c).parameters) { n += count(p.shape); }
         return n;
     };
-    std::map<string, int64_t> of;
+    map<string, int64_t> of;
     for (const ModelConfig& c : model_sizes) { of[c.name] = parameters(c); }
     CHECK(of["small"] == 128625408);
     CHECK(of["xl"] == 1998235200);
@@ -1056,7 +1056,7 @@ TEST_CASE_TEMPLATE(
                               before = load_safetensors(weights);
             double all = 0;
             for (const auto& [name, t] : full.tensors) {
-                if (has(name, "grad.")) { all = std::max(all, largest(floats_of(full, name))); }
+                if (has(name, "grad.")) { all = max(all, largest(floats_of(full, name))); }
             }
             for (const auto& [name, t] : full.tensors) {
                 CAPTURE(name);
@@ -1126,7 +1126,7 @@ TEST_CASE("model: init_weight's deviations") {
         return std::sqrt(squares / t.size());
     };
     for (const auto& [t, std] :
-         {std::pair<Tensor, double>{model.layers[0].w1, std::sqrt(2.0 / (64 + 256))},
+         {pair<Tensor, double>{model.layers[0].w1, std::sqrt(2.0 / (64 + 256))},
           {model.lm_head, std::sqrt(2.0 / (64 + 500))},
           {model.embedding, 1.0}}) {
         // 4 standard errors
@@ -1276,7 +1276,7 @@ TEST_CASE("benchmark: whole steps show the peak that was seen, and the optimizer
     CHECK(column(text, "opt_mean_ms") == Words{"7.00"});
     CHECK(column(text, "step_mean_ms") == Words{"20.00"});
     const StepRun measured = measure_model(tiny, small_run(), {FORWARD, FORWARD_BACKWARD, STEP});
-    for (auto [part, whole] : {std::pair<Pass, Pass>{BW_ONLY, FWBW}, {OPT_ONLY, WHOLE_STEP}}) {
+    for (auto [part, whole] : {pair<Pass, Pass>{BW_ONLY, FWBW}, {OPT_ONLY, WHOLE_STEP}}) {
         CHECK(measured.pass[part].ms.mean > 0);
         CHECK(measured.pass[part].ms.mean < measured.pass[whole].ms.mean);
     }
@@ -1318,7 +1318,7 @@ TEST_CASE("gradient_checkpointing (b): peaks of the handout's size; what does no
     begin_on(CPU);
     context.mode = EAGER;
     const ModelConfig xl{"xl (2026)", 2560, 10240, 32, 32, 10000};
-    for (const auto& [checkpoint, mib] : {std::pair<const char*, double>{"1", 62618.9},
+    for (const auto& [checkpoint, mib] : {pair<const char*, double>{"1", 62618.9},
                                           {"2", 68720.9},
                                           {"4", 80925.0},
                                           {"8", 105333.2},
@@ -1476,7 +1476,7 @@ TEST_CASE(
 TEST_CASE("answers step: gradient_checkpointing") {
     vector<CheckpointRun> runs;
     for (const auto& [name, mib] :
-         {std::pair<const char*, int>{"1", 62651}, {"2", 68753}, {"4", 80957}, {"none", 251782}}) {
+         {pair<const char*, int>{"1", 62651}, {"2", 68753}, {"4", 80957}, {"none", 251782}}) {
         runs.push_back({checkpointing_from(name), (mib + 7000ull) << 20, took(6199.34, 1)});
         runs.back().step.predicted = (mib - 32ull) << 20;
         runs.back().step.peak = (size_t)mib << 20;

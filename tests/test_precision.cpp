@@ -121,7 +121,7 @@ TEST_CASE("precision: mixed_precision_accumulation's table and answer") {
 
 TEST_CASE_TEMPLATE("precision: ToyModel's dtypes under autocast", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    const std::map<Precision, string> lows = {
+    const map<Precision, string> lows = {
         {PREC_FP16, "float16"}, {PREC_BF16, "bfloat16"}, {FP32, "float32"}};
     for (Precision precision : {PREC_FP16, PREC_BF16, FP32}) {
         const string low = lows.at(precision);

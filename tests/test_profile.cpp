@@ -46,11 +46,11 @@ TEST_CASE("profile: ranges nest, each thread's by themselves") {
         for (std::thread& t : threads) { t.join(); }
     }
     const Trace trace = stop_tracing();
-    std::map<string, int> paths;
+    map<string, int> paths;
     for (const string& path : range_paths(trace)) { paths[path]++; }
-    CHECK(paths == std::map<string, int>{
-                       {"step", 1}, {"step/forward", 1}, {"outer", 400}, {"outer/inner", 400}});
-    std::set<int> threads;
+    CHECK(paths ==
+          map<string, int>{{"step", 1}, {"step/forward", 1}, {"outer", 400}, {"outer/inner", 400}});
+    set<int> threads;
     for (const TracedRange& r : trace.ranges) {
         threads.insert(r.thread);
         const TracedRange& parent = r.parent < 0 ? r : trace.ranges[r.parent];
@@ -402,7 +402,7 @@ TEST_CASE_TEMPLATE("memory log: every event with its bytes, category, ranges and
 
 // fails unless allocations and frees pair up by address
 static size_t peak_of(const vector<MemoryEvent>& log) {
-    std::map<uint64_t, size_t> held;
+    map<uint64_t, size_t> held;
     size_t now = 0, peak = 0;
     for (const MemoryEvent& e : log) {
         if (e.is_alloc) {
@@ -412,7 +412,7 @@ static size_t peak_of(const vector<MemoryEvent>& log) {
             held.erase(e.address);
         }
         now += e.is_alloc ? e.bytes : -e.bytes;
-        peak = std::max(peak, now);
+        peak = max(peak, now);
     }
     return peak;
 }
@@ -437,8 +437,8 @@ TEST_CASE_TEMPLATE("memory log: its peak is the allocator's, in every mode and p
             context.precision = precision;
             vector<MemoryEvent> log = log_of_step(D::device);
             CHECK(peak_of(log) == memory_use(D::device).peak);
-            std::set<Category> seen;
-            std::set<string> paths;
+            set<Category> seen;
+            set<string> paths;
             for (const MemoryEvent& e : log) {
                 seen.insert(e.category);
                 paths.insert(path_of(e));
@@ -554,7 +554,7 @@ TEST_CASE("memory_profiling: the largest allocations are those of one size, and 
     read_forward(r, {event(0, 900, "held"), event(1, 10, "small"), event(2, 30, "large"),
                      event(3, 20, "medium"), event(4, 30, "large"), event(5, 30, "other")});
     CHECK(r.largest == 30);
-    CHECK(r.largest_by == std::map<string, int>{{"large f (b.cu:7)", 2}, {"other f (b.cu:7)", 1}});
+    CHECK(r.largest_by == map<string, int>{{"large f (b.cu:7)", 2}, {"other f (b.cu:7)", 1}});
 }
 static void check_as_planned(const MemoryRun& planned, const MemoryRun& run) {
     // in fp32, which a GPU's plan lacks
@@ -756,11 +756,11 @@ TEST_CASE("profile: the cells of nsys_profile's tables") {
     const Kernels three = {
         {"a", "", {1 * ns, 2 * ns}}, {"a", "", {9 * ns}}, {"b", "", {3e5}}, {"b", "", {3e5}}};
     text = printed([&] { print_summary(three, 2, ""); });
-    const std::map<string, string> first = {{"Time", "95.2%"},    {"Total Time", "6.00 ms"},
-                                            {"Instances", "1.5"}, {"Avg", "4.00 ms"},
-                                            {"Med", "2.00 ms"},   {"Min", "1.00 ms"},
-                                            {"Max", "9.00 ms"},   {"StdDev", "4.36 ms"},
-                                            {"Name", "`a`"}};
+    const map<string, string> first = {{"Time", "95.2%"},    {"Total Time", "6.00 ms"},
+                                       {"Instances", "1.5"}, {"Avg", "4.00 ms"},
+                                       {"Med", "2.00 ms"},   {"Min", "1.00 ms"},
+                                       {"Max", "9.00 ms"},   {"StdDev", "4.36 ms"},
+                                       {"Name", "`a`"}};
     for (const auto& [name, is] : first) { CHECK_MESSAGE(cell(name.c_str()) == is, name); }
     CHECK(column(text, "Total Time").at(1) == "300.00 μs");
     CHECK(column(text, "Instances").at(1) == "1");

@@ -57,9 +57,9 @@ static void check_collectives(const Communicator& c) {
     if (c.world > 1) {
         CHECK(has(failure_of([&] { all_gather(c, odd); }), "equal parts"));
     }
-    vector<string> texts = gather_text(c, "from " + std::to_string(c.rank));
+    vector<string> texts = gather_text(c, "from " + to_string(c.rank));
     REQUIRE((int)texts.size() == c.world);
-    for (int r = 0; r < c.world; r++) { CHECK(texts[r] == "from " + std::to_string(r)); }
+    for (int r = 0; r < c.world; r++) { CHECK(texts[r] == "from " + to_string(r)); }
 }
 TEST_CASE("ranks: collectives over Gloo") {
     if (lacks("gloo", CPU, 4)) { return; }
@@ -72,7 +72,7 @@ TEST_CASE("ranks: each has its share of the cores") {
     const char* typed = getenv("OMP_NUM_THREADS");  // would be every rank's
     if (typed && !is_rank()) { return skip_this_case("OMP_NUM_THREADS is set"); }
     in_ranks("ranks: each has its share of the cores", 2, CPU, [](const Communicator&) {
-        CHECK(omp_get_max_threads() == std::max(1, omp_get_num_procs() / 2));
+        CHECK(omp_get_max_threads() == max(1, omp_get_num_procs() / 2));
     });
 }
 TEST_CASE("ranks: collectives over NCCL") {
@@ -189,14 +189,13 @@ static Ended finish(const Started& s, double since) {
     return e;
 }
 static vector<pid_t> children_of(pid_t pid) {
-    std::ifstream file("/proc/" + std::to_string(pid) + "/task/" + std::to_string(pid) +
-                       "/children");
+    std::ifstream file("/proc/" + to_string(pid) + "/task/" + to_string(pid) + "/children");
     vector<pid_t> all;
     for (pid_t child; file >> child;) { all.push_back(child); }
     return all;
 }
 static string variable_of(pid_t pid, const string& name) {
-    std::ifstream file("/proc/" + std::to_string(pid) + "/environ");
+    std::ifstream file("/proc/" + to_string(pid) + "/environ");
     for (string v; std::getline(file, v, '\0');) {
         if (v.compare(0, name.size() + 1, name + "=") == 0) { return v.substr(name.size() + 1); }
     }
@@ -206,7 +205,7 @@ static string variable_of(pid_t pid, const string& name) {
 static pid_t rank_of_launcher(pid_t launcher, int rank) {
     for (int tries = 0; tries < 2000; tries++) {
         for (pid_t pid : children_of(launcher)) {
-            if (variable_of(pid, "RANK") == std::to_string(rank)) { return pid; }
+            if (variable_of(pid, "RANK") == to_string(rank)) { return pid; }
         }
         usleep(2000);
     }
@@ -215,7 +214,7 @@ static pid_t rank_of_launcher(pid_t launcher, int rank) {
     return 0;
 }
 static bool gone(pid_t pid) {  // or a zombie that nobody has fetched yet
-    std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+    std::ifstream file("/proc/" + to_string(pid) + "/stat");
     string text;
     std::getline(file, text);
     return text.empty() || text[text.rfind(')') + 2] == 'Z';
@@ -249,7 +248,7 @@ static void check_failure(const vector<string>& command, int number, int victim,
     INFO("signal " << number << " to rank " << victim << ": " << e.ms << " ms: " << e.err);
     CHECK(e.exit_code == 1);
     CHECK(e.lines == 2);  // the first of progress, and the cause
-    CHECK(has(e.err, "rank " + std::to_string(victim)));
+    CHECK(has(e.err, "rank " + to_string(victim)));
     CHECK(has(e.err, number == SIGKILL ? "killed by signal 9" : "has been stopped for"));
     CHECK(e.ms < 3500);
     for (pid_t pid : ranks) { CHECK(gone(pid)); }
@@ -264,7 +263,7 @@ TEST_CASE("ranks: one that is killed, or stalls, ends all within the timeout and
 TEST_CASE("ranks: the same over NCCL") {
     if (lacks("nccl", CUDA, 2)) { return; }
     for (int number : {SIGKILL, SIGSTOP}) {
-        const string n = std::to_string(std::min(4, cuda_devices()));
+        const string n = to_string(min(4, cuda_devices()));
         for (int victim : {0, std::stoi(n) / 2}) {
             check_failure(long_run("cuda", "nccl", n.c_str()), number, victim, 4);
         }
@@ -286,14 +285,14 @@ TEST_CASE("ranks: signals to the launcher reach all, and no rank outlives it") {
 }
 
 static vector<string> as_rank(int rank, int world, const Folder& folder) {
-    return {"RANK=" + std::to_string(rank), "WORLD_SIZE=" + std::to_string(world),
+    return {"RANK=" + to_string(rank), "WORLD_SIZE=" + to_string(world),
             "CS336_RENDEZVOUS=" + folder.path};
 }
 // In the next tests there is no launcher of ours: a rank notices by itself that another one is
 // gone.
 static string text_so_far(FILE* file) {
     string text(1 << 16, 0);
-    text.resize(std::max<ssize_t>(0, pread(fileno(file), text.data(), text.size(), 0)));
+    text.resize(max<ssize_t>(0, pread(fileno(file), text.data(), text.size(), 0)));
     return text;
 }
 TEST_CASE("ranks: without a launcher, one that dies while the others wait for its text is named") {
@@ -359,10 +358,9 @@ TEST_CASE(
             second = start(short_run, as_rank(1, 2, twice));
     usleep(500000);
     Started same = start(short_run, as_rank(1, 2, twice));
-    const std::pair<const Started*, const char*> cases[] = {
-        {&first, "rank 1 of 2 did not come to "},
-        {&same, "or two ranks have one number"},
-        {&second, "rank 0 of 2 did not come to "}};
+    const pair<const Started*, const char*> cases[] = {{&first, "rank 1 of 2 did not come to "},
+                                                       {&same, "or two ranks have one number"},
+                                                       {&second, "rank 0 of 2 did not come to "}};
     for (const auto& [started, says] : cases) {
         Ended e = finish(*started, started->at_ms);
         INFO(e.err);
@@ -381,7 +379,7 @@ TEST_CASE(
 TEST_CASE("ranks: the folder is its owner's alone, and gone when the job is") {
     if (lacks("gloo", CPU, 2)) { return; }
     Folder folder;
-    const string name = folder / ("cs336-" + std::to_string(getuid()));
+    const string name = folder / ("cs336-" + to_string(getuid()));
     const vector<string> variables = as_rank(0, 1, folder);
     std::filesystem::create_directory(name);
     chmod(name.c_str(), 0755);
@@ -487,7 +485,7 @@ TEST_CASE("ranks: a place that cannot be taken is not given back") {
         size_t take(size_t, void**) override { throw OutOfMemory("no place"); }
         void give(size_t) override { given++; }
     };
-    auto none = std::make_shared<None>();
+    auto none = make_shared<None>();
     CHECK_THROWS_AS(allocate_in(none, [] { allocate(META, 64, WORKSPACE); }), OutOfMemory);
     CHECK(none->given == 0);
 }
@@ -505,7 +503,7 @@ TEST_CASE(
     Folder shared;
     auto variables = [&](const string& launcher, bool in_shared, int job,
                          int rank) -> vector<string> {
-        const string r = std::to_string(rank), j = std::to_string(job);
+        const string r = to_string(rank), j = to_string(job);
         vector<string> all = {"RANK=" + r, "WORLD_SIZE=2", "TORCHELASTIC_RUN_ID=a/b",
                               "TORCHELASTIC_RESTART_COUNT=" + j};
         if (launcher == "mpirun") {
@@ -544,8 +542,8 @@ TEST_CASE(
     string both;
     for (const char* rank : {"0", "1"}) {
         both += string("RANK=") + rank + " WORLD_SIZE=2 TORCHELASTIC_ERROR_FILE=/tmp/x/none_" +
-                std::to_string(getpid()) + "/attempt_0/" + rank + "/error.json sh -c '" +
-                program() + " naive_ddp --device cpu --timeout 3; true' & ";
+                to_string(getpid()) + "/attempt_0/" + rank + "/error.json sh -c '" + program() +
+                " naive_ddp --device cpu --timeout 3; true' & ";
     }
     CHECK(has(run_shell(both + "wait").out, "World size: 2"));
     Started shell =

@@ -30,7 +30,7 @@ static const char* const TWO =  // a valid header for 12 bytes of data
 TEST_CASE("safetensors: a round trip gives back every bit, name, shape and dtype") {
     Folder folder;
     string path = folder / "x.safetensors";
-    vector<std::pair<string, FileTensor>> out;
+    vector<pair<string, FileTensor>> out;
     vector<Tensor> tensors;
     context = Context();
     for (DType t : {U8, F16, F64, I32, BF16, F32}) {
@@ -199,7 +199,7 @@ TEST_CASE("safetensors: require_tensor says what it expected and what it found")
     SafeTensors file = load_safetensors(path);
     CHECK(&require_tensor(file, "a", {2}, {"F32", "BF16"}) == &file.tensors["a"]);
     CHECK(&require_tensor(file, "b", {-1}, {"U8"}) == &file.tensors["b"]);
-    auto message = [&](const char* name, const Shape& shape, const std::set<string>& dtypes) {
+    auto message = [&](const char* name, const Shape& shape, const set<string>& dtypes) {
         string what = failure_of([&] { require_tensor(file, name, shape, dtypes); });
         CHECK(what.find("1: " + path) == 0);
         CHECK(has(what, name));

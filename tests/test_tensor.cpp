@@ -60,7 +60,7 @@ static vector<Case> elementwise_cases(int64_t n) {
     Unary of_positive[] = {log, sqrt, rsqrt};
     for (int i = 0; i < 12; i++) {
         Unary op = i < 9 ? of_any[i] : of_positive[i - 9];
-        string name = "unary op " + std::to_string(i);
+        string name = "unary op " + to_string(i);
         put(
             name, {{2, 3, n}}, [op](X x) { return op(x[0]); }, i >= 9);
         put(
@@ -352,7 +352,7 @@ TEST_CASE_TEMPLATE("ops of views that start anywhere", D, OnCPU, OnCUDA) {
             vector<float> want(32), largest_of(4, -INFINITY);
             for (int i = 0; i < 32; i++) {
                 want[i] = x[offset + i] >= r[i % 8] ? x[offset + i] : 0;
-                largest_of[i / 8] = std::max(largest_of[i / 8], x[offset + i]);
+                largest_of[i / 8] = max(largest_of[i / 8], x[offset + i]);
             }
             CHECK(to_floats(where(greater_equal(part, row), part, 0)) == want);
             CHECK(to_floats(max_last(part)) == largest_of);
@@ -409,7 +409,7 @@ TEST_CASE_TEMPLATE("fill_normal", D, OnCPU, OnCUDA) {
         sum += z;
         squares += z * z;
         fourth += z * z * z * z;
-        furthest = std::max(furthest, fabs(z));
+        furthest = max(furthest, fabs(z));
     }
     CHECK(fabs(sum / n) < 5 / sqrt((double)n));  // five standard errors
     CHECK(squares / n == doctest::Approx(1).epsilon(5 * sqrt(2.0 / n)));
@@ -544,8 +544,7 @@ TEST_CASE("a checkpoint keeps its input alone, and runs again in backward") {
 }
 TEST_CASE("gemm: cuBLAS against the CPU") {
     if (!begin<OnCUDA>()) { return; }
-    for (auto [type, out] :
-         {std::pair<DType, DType>{F32, F32}, {BF16, BF16}, {BF16, F32}, {F16, F16}}) {
+    for (auto [type, out] : {pair<DType, DType>{F32, F32}, {BF16, BF16}, {BF16, F32}, {F16, F16}}) {
         for (auto [M, N, K] : {std::array<int64_t, 3>{65, 31, 136}, {768, 1000, 1024}}) {
             for (int order = 0; order < 3; order++) {
                 bool ta = order == 1, tb = order == 2;
@@ -570,7 +569,7 @@ TEST_CASE("gemm: cuBLAS against the CPU") {
 TEST_CASE(
     "gemm: whichever kernel cuBLAS finds the fastest, the bits are the same, and beta counts") {
     if (!begin<OnCUDA>()) { return; }
-    for (auto [type, out] : {std::pair<DType, DType>{BF16, BF16}, {BF16, F32}, {F16, F16}}) {
+    for (auto [type, out] : {pair<DType, DType>{BF16, BF16}, {BF16, F32}, {F16, F16}}) {
         for (auto [M, N, K] : {std::array<int64_t, 3>{1024, 2304, 768},
                                {2560, 10240, 1024},
                                {1600, 520, 1024},
