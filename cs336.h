@@ -36,10 +36,9 @@ struct Options {
     int context_length = 0, batch_size = 0, steps = 0;
     vector<int> warmup, context_lengths;  // context_length is the first of its list
     uint64_t seed = 0;
-    bool quick = false;
+    bool quick = false, causal = false;
     string checkpoint = "none";
     string trace, out, weights, batch, data, inputs, impl;
-    bool causal = false;
     float rope_theta = 0, lr = 0;
     int sample = 0;
     string backend;
@@ -102,8 +101,7 @@ struct ModelConfig {
 using ModelConfigs = vector<ModelConfig>;
 // The sizes of both handouts' tables 1, with vocabulary 10,000, and the 2026 leaderboard's 8B.
 extern const ModelConfigs model_sizes;
-// Returns the size that --d_model, --d_ff, ... make, else those of --size. It is a usage error if
-// one cannot be a model.
+// Returns the size that --d_model, --d_ff, ... make, else those of --size, each checked.
 ModelConfigs configs_of(const Options& o);
 void check_config(const ModelConfig& c);  // refuses heads that RoPE cannot turn
 
