@@ -171,9 +171,11 @@ struct Number {
         kept.erase(found);
     }
 };
-// Returns f for a checkpoint. Before a second run results are called back, its own and those of the
-// checkpoint that backward comes to next: in groups of several blocks these are many at a time.
+// Returns f for a checkpoint; without a tape nothing is kept, since no second run comes. Before a
+// second run results are called back, its own and those of the checkpoint that backward comes to
+// next: in groups of several blocks these are many at a time.
 static function<UnaryOp> numbered(const function<UnaryOp>& f) {
+    if (!context.recording) { return f; }
     static int checkpoints = 0;
     return [f, own = make_shared<Number>(++checkpoints)](const Tensor& x) {
         RestoreRun restore;
@@ -188,7 +190,10 @@ static function<UnaryOp> numbered(const function<UnaryOp>& f) {
 
 // Enters these ways where the program starts; nobody reads `entered`.
 [[maybe_unused]] static const bool entered = [] {
-    fast_ways.keep_on_host = [](size_t bytes) { room = bytes; };
+    fast_ways.keep_on_host = [](size_t bytes) {
+        room = bytes;
+        most_in_use = 0;
+    };
     fast_ways.kept_on_host = [] { return most_in_use; };
     fast_ways.keeping = numbered;
     fast_ways.keep_result = keep;

@@ -456,6 +456,10 @@ TEST_CASE_TEMPLATE("model: results that wait in host memory change no bit", D, O
                     CHECK(plain.products - kept.products == x.products);
                 }
             }
+            fast_ways.keep_on_host(x.bytes);
+            Model model = make_model(config);
+            infer(model, random_batch(B, T, config.vocab_size, 0).tokens);
+            CHECK(fast_ways.kept_on_host() == 0);  // no backward asks for it
             fast_ways.keep_on_host(0);
         }
     });
