@@ -14,6 +14,7 @@ import itertools, json, math, os, re, subprocess, sys, tempfile, traceback
 try:
     import torch
     import torch.nn.functional as F
+    from torch.nn.modules.module import register_module_forward_hook
     import check_causes as formulas
     from check_causes import DECAY, GIVEN, LR, SAME, Seen, apart, difference, likely_causes, not_finite, say_cause
     no_torch = None
@@ -24,7 +25,6 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 # A difference above its bound is no rounding. bf16 is autocast's, with roundings at other places than ours; tf32 is for
 # what multiplies in TF32 on a GPU, as Triton's tl.dot does unless told otherwise.
 BOUNDS = {"fp32": 2e-5, "tf32": 3e-3, "bf16": 5e-2}
-
 
 CANNOT, NOT_YET, NO_GPU = "cannot be checked", "not written yet", "not compared"  # the last two fail nothing else
 
@@ -56,9 +56,8 @@ def raised(e):
 
 def not_written(e):
     """Here, too: a backward that is `pass`, and so returns one None."""
-    words = str(e).lower()
-    one_gradient = "incorrect number of gradients" in words and "got 1)" in words
-    return isinstance(e, NotImplementedError) or "not implemented" in words or one_gradient
+    words = r"not implemented|incorrect number of gradients.*got 1\)"
+    return isinstance(e, NotImplementedError) or bool(re.search(words, str(e).lower(), re.S))
 
 
 @contextlib.contextmanager
@@ -137,7 +136,7 @@ def cs336(command, inputs, *options):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Your model: names
+# Your model
 
 def staff_name(name):
     """Without what torch.compile and DDP put before names, or between."""
@@ -162,11 +161,10 @@ def wrong_parameters(parameters, shapes):
         if found == shape: continue
         turned = "; it is transposed: a Linear is x @ weight.T, and weight is [out, in]" if found == shape[::-1] else ""
         return f"{name} is {list(found)} instead of {list(shape)}{turned}"
-    more = [name for name in parameters if name not in shapes]
-    if more:
-        is_norm = ".ln" in "." + more[0]
-        why = ": its norms are RMSNorms, without bias" if is_norm else ": its Linear has no bias"
-        return f"{more[0]} is a parameter that the handout's model does not have{why if 'bias' in more[0] else ''}"
+    for name in parameters:
+        if name in shapes: continue
+        why = ": its norms are RMSNorms, without bias" if ".ln" in "." + name else ": its Linear has no bias"
+        return f"{name} is a parameter that the handout's model does not have{why if 'bias' in name else ''}"
     for (one, p), (other, q) in itertools.combinations(parameters.items(), 2):
         if p is q: return f"{other} and {one} are one tensor; the handout's model does not tie them"
 
@@ -189,9 +187,6 @@ def places_in(parameters, shapes):
     return places if len(held) == count else {}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Your model: numbers
-
 def random_weights(shapes):
     """Under which every mistake shows: with embeddings as small as these, RMSNorm's eps, too."""
     g = torch.Generator().manual_seed(336)
@@ -213,52 +208,44 @@ def logits_of(model, tokens):
     return logits.reshape(*tokens.shape, -1) if logits.numel() % tokens.numel() == 0 else logits
 
 
-def modules_of(model, places, w, ours):
+def modules_of(model, places, shapes, ours):
     """The modules whose outputs are compared, by the staff's names. ours: the names of what we have an output of."""
-    modules, start = {staff_name(name): m for name, m in model.named_modules()}, 0
+    modules = {staff_name(name): m for name, m in model.named_modules()}
     found = {name: m for name, m in modules.items() if name in ours}
-    for name, t in w.items():
-        for own, place in places.items():
-            m = modules.get(own.rpartition(".")[0])
-            alone = m is not None and len(list(m.parameters())) == 1
-            if alone and place.numel() == t.numel() and place.min() == start:
-                found.setdefault(name.removesuffix(".weight"), m)
-        start += t.numel()
+    for (name, theirs), (own, place) in itertools.product(staff_places(shapes).items(), places.items()):
+        m = modules.get(own.rpartition(".")[0])
+        alone = m is not None and len(list(m.parameters())) == 1
+        if alone and place.numel() == theirs.numel() and place.min() == theirs.min():
+            found.setdefault(name.removesuffix(".weight"), m)
     return found
 
 
 def run_yours(model, modules, batch, autocast):
-    """{module: its first output} of those that were called, the loss; the gradients are in the parameters."""
+    """{module: its first output} of those that were called, and the loss; the gradients are in the parameters."""
     names, out = {m: name for name, m in modules.items()}, {}
 
     def keep(module, inputs, output):
         if module in names and torch.is_tensor(output): out.setdefault(names[module], output.detach().clone())
 
-    hook = torch.nn.modules.module.register_module_forward_hook(keep)
     model.zero_grad(set_to_none=True)
-    try:
-        with autocast: logits = logits_of(model, batch["tokens"])
-    finally: hook.remove()
+    with register_module_forward_hook(keep), autocast: logits = logits_of(model, batch["tokens"])
     if logits.grad_fn is None: raise Usage("the logits have no grad_fn: forward detaches them, or is under no_grad()")
     loss = F.cross_entropy(logits.float().flatten(0, -2), batch["targets"].flatten())
     with your_code("backward"): loss.backward()
-    return out | {"lm_head": logits.detach()}, loss.detach()
+    return out | {"lm_head": logits.detach(), "loss": loss.detach()}
 
 
 def table_of(columns, bound):
     """A row per part of the model with the worst of each column. columns: {title: {tensor: difference}}"""
-    parts, rows = {}, []
-    part_of = lambda name: ".".join(name.split(".")[:2]) if name.startswith("layers.") else name.split(".")[0]
-    for title, numbers in columns.items():
-        for name, x in numbers.items(): parts.setdefault(part_of(name), {}).setdefault(title, []).append((x, name))
-    for part, cells in parts.items():
-        texts, word = [], "ok"
-        for title in columns:
-            x, name = max(cells.get(title, [(None, "")]))
-            texts.append("-" if x is None else f"{x:.1e}")
-            if x is None or x <= bound: continue
-            texts[-1], word = f"{x:.1e} {name.removesuffix('.weight')[len(part):].lstrip('.')}".rstrip(), "DIFFERS"
-        rows.append([part, *texts, word])
+    part_of, rows = lambda name: re.match(r"layers\.\d+|[^.]+", name)[0], []
+    for part in dict.fromkeys(part_of(name) for numbers in columns.values() for name in numbers):
+        cells, word = [], "ok"
+        for numbers in columns.values():
+            x, name = max(((x, name) for name, x in numbers.items() if part_of(name) == part), default=(-1, ""))
+            cells.append("-" if x < 0 else f"{x:.1e}")
+            if x <= bound: continue
+            cells[-1], word = f"{x:.1e} {name.removesuffix('.weight')[len(part):].lstrip('.')}".rstrip(), "DIFFERS"
+        rows.append([part, *cells, word])
     show(["part", *columns, f"bound {bound:g}"], rows)
 
 
@@ -309,10 +296,8 @@ def check_model_function(function, context_length, precision):
     call = lambda w, tokens: function(**SIZES, weights={name: t.clone() for name, t in w.items()}, in_indices=tokens)
     numbered = {name: STEP * (place + 1) for name, place in staff_places(shapes).items()}
     keep = lambda module, inputs, output: caught.append((module, len(inputs)))
-    hook = torch.nn.modules.module.register_module_forward_hook(keep)
-    try:
-        with your_code(function.__name__): call(numbered, batch_of(V, context_length)["tokens"])
-    finally: hook.remove()
+    with your_code(function.__name__), register_module_forward_hook(keep):
+        call(numbered, batch_of(V, context_length)["tokens"])
     rest = shapes, context_length, heads, theta, precision
     for model, inputs in reversed(caught):
         parameters = parameters_of(model)
@@ -338,19 +323,18 @@ def compare_model(model, parameters, places, shapes, context_length, heads, thet
     formula(right.__setitem__)
     if difference(right["lm_head"], theirs["logits"]) > bound:
         raise Usage("./cs336 and the model in tests/check.py differ: please report it")
-    right["lm_head"], gradients = theirs["logits"], {}
+    right |= {"lm_head": theirs["logits"], "loss": theirs["loss"]}
+    gradients = {}
     if parameters:
-        modules = modules_of(model, places, w, right)
+        modules = modules_of(model, places, shapes, right)
         autocast = torch.autocast(here.type, torch.bfloat16, enabled=precision == "bf16")
-        with matmuls(precision): out, loss = run_yours(model, modules, batch, autocast)
+        with matmuls(precision): out = run_yours(model, modules, batch, autocast)
         grads, unused = torch.full_like(flat, math.nan), [own for own in places if parameters[own].grad is None]
         for own in places.keys() - unused: grads[places[own]] = parameters[own].grad
         if unused: note(f"no gradient reaches {few(unused)}")
-        grads = zip(w, grads.split([t.numel() for t in w.values()]))
-        gradients = {name: apart(g.view(shapes[name]), theirs["grad." + name]) for name, g in grads}
+        gradients = {name: apart(grads[at], theirs["grad." + name]) for name, at in staff_places(shapes).items()}
     else: out = {"lm_head": logits_of(model, batch["tokens"]).detach()}
     outputs = {name: apart(out[name], x) for name, x in right.items() if name in out}
-    if parameters: outputs["loss"] = apart(loss, theirs["loss"])
     print(f"\n{type(model).__name__}: {layers} layers, d_model {C}, {heads} heads, vocabulary {V}; "
           f"batch {[2, context_length]}, {precision}. Relative differences from ./cs336:\n")
     table_of({"output": outputs} | ({"gradient": gradients} if gradients else {}), bound)
@@ -374,7 +358,7 @@ def explain_outputs(first, out, again, precision, tokens, formula, usual):
     """Says what is likely wrong, from first on. again() runs yours in fp32."""
     seen, stages, random_words = Seen(), {}, ""
     if again:
-        with seen: once_more, _ = again()
+        with seen: once_more = again()
         if difference(once_more["lm_head"], out["lm_head"]) > BOUNDS[precision]:
             random_words = "Two forwards of yours differ. "
         if precision != "fp32": out = once_more
@@ -426,40 +410,35 @@ def check_adamw(optimizer, steps=3):
 
     AdamW's first step depends on a gradient's sign alone, which rounding decides where a gradient is nearly 0. So
     elements are compared whose gradients are 0 in each step, or at least a tenth of the tensor's rms."""
-    w, gradients, seen, clear = random_weights(shapes_of(97, 32, 48, 2)), [], Seen(), {}
-    ours = lambda weights, steps: cs336("model", {"weights": weights, "batch": batch_of(97, 24)}, "--num_heads", 4,
-                                        "--steps", steps, "--lr", LR)
-    theirs = [w]
-    for t in range(steps):
-        result = ours(theirs[t], 0)
-        gradients.append({name: result["grad." + name] for name in w})
-        result = ours(w, t + 1)
-        theirs.append({name: result["param." + name] for name in w})
-    given = {name: [g[name] for g in gradients] for name in w}
-    for name in w:
-        g = torch.stack(given[name])
-        rms = g.square().flatten(1).mean(1).sqrt().view(-1, *[1] * (g.dim() - 1))
-        clear[name] = (g.abs() > 0.1 * rms).all(0) | (g == 0).all(0)
-    change = lambda weights: {name: (p.double() - w[name].double())[clear[name]] for name, p in weights.items()}
+    w, seen, clear = random_weights(shapes_of(97, 32, 48, 2)), Seen(), {}
 
-    def by_rule(see, groups=False, **wrong):
+    def ours(part, weights, steps):
+        files = {"weights": weights, "batch": batch_of(97, 24)}
+        result = cs336("model", files, "--num_heads", 4, "--steps", steps, "--lr", LR)
+        return {name: result[part + name] for name in w}
+
+    theirs = [w, *(ours("param.", w, t) for t in range(1, steps + 1))]
+    gradients = [ours("grad.", weights, 0) for weights in theirs[:-1]]
+    given = {name: [g[name] for g in gradients] for name in w}
+    for name, g in given.items():
+        large = torch.stack([t.abs() > 0.1 * t.square().mean().sqrt() for t in g])
+        clear[name] = large.all(0) | ~torch.stack(g).any(0)
+    change = lambda name, p: (p.double() - w[name].double())[clear[name]]
+
+    def by_rule(**wrong):
         for i, name in enumerate(w):
             settings = formulas.settings_of(groups and i % 2, steps, **wrong)
-            see(name, change({name: formulas.after_steps(w[name], given[name], settings, **wrong)[0]})[name])
+            yield name, change(name, formulas.after_steps(w[name], given[name], settings, **wrong)[0])
 
-    def from_rule(yours, **rule):
-        right = {}
-        by_rule(right.__setitem__, **rule)
-        return {name: apart(yours[name], x) for name, x in right.items()}
-
-    columns, right_rule, changed = {}, None, set()
+    columns, rules, changed = {}, RULES, set()
     for groups, title in ((False, f"after {steps} steps"), (True, "two groups, changed between steps")):
         weights, more = step_yours(optimizer, w, gradients, groups, seen)
-        yours, run, changed = change(weights), functools.partial(by_rule, groups=groups), changed | more
-        numbers = {whose: from_rule(yours, groups=groups, **rule) for whose, rule in RULES.items()}
-        if not groups: numbers[HANDOUT] = {name: apart(yours[name], x) for name, x in change(theirs[steps]).items()}
-        right_rule = right_rule or min(numbers, key=lambda whose: max(numbers[whose].values()))
-        columns[title] = numbers[right_rule]
+        yours, changed = {name: change(name, p) for name, p in weights.items()}, changed | more
+        right = {whose: by_rule(**rule) for whose, rule in rules.items()}
+        if not groups: right[HANDOUT] = ((name, change(name, p)) for name, p in theirs[steps].items())
+        numbers = {whose: {name: apart(yours[name], x) for name, x in by_name} for whose, by_name in right.items()}
+        whose = min(numbers, key=lambda whose: max(numbers[whose].values()))
+        columns[title], rules = numbers[whose], {whose: RULES[whose]}
         wrong = max(columns[title].values()) > SAME
         if wrong: break
     print(f"\nAdamW: {steps} steps on our gradients, lr {LR}, betas 0.9 and 0.999, eps 1e-8, weight decay {DECAY}. "
@@ -468,14 +447,15 @@ def check_adamw(optimizer, steps=3):
     if wrong:
         where = " where there are two parameter groups, whose settings change between steps" if groups else ""
         print(f"DIFFERS{where}.")
-        of_groups = [(RULES[right_rule] | mistake, cause) for mistake, cause in formulas.group_mistakes() if groups]
         matrices = {name: x for name, x in yours.items() if w[name].dim() > 1}  # weights near 1 hide small changes
         p, m, v = formulas.after_steps(w["lm_head.weight"], given["lm_head.weight"], [GIVEN] * steps)
         stages = {} if groups else {"m": m, "v": v, "weight after the step": p}
-        say_cause(*likely_causes([*of_groups, *formulas.optimizer_mistakes()], run, matrices), "AdamW",
-                  lambda: seen.lacks(stages))
+        usual, of_groups = (RULES[whose], formulas.group_mistakes()) if groups else ({}, ())
+        run = lambda see, **wrong: [see(name, x) for name, x in by_rule(**usual | wrong)]
+        mistakes = [*of_groups, *formulas.optimizer_mistakes()]
+        say_cause(*likely_causes(mistakes, run, matrices), "AdamW", lambda: seen.lacks(stages))
     elif changed: print(f"DIFFERS: step() changes gradients in place: {few(sorted(changed))}.")
-    else: print(f"ok: it is the AdamW of {right_rule}.")
+    else: print(f"ok: it is the AdamW of {whose}.")
     return not (wrong or changed)
 
 
@@ -486,10 +466,9 @@ class Attention:
     """Your attention: called with (q, k, v, causal), whatever its fourth argument is."""
 
     def __init__(self, yours):
-        is_function = lambda x: isinstance(x, type) and issubclass(x, torch.autograd.Function)
-        own = getattr(yours, "__self__", None)
-        if is_function(own): yours = own  # MyFunction.apply
-        function = is_function(yours)
+        own = getattr(yours, "__self__", yours)  # of MyFunction.apply it is MyFunction
+        function = isinstance(own, type) and issubclass(own, torch.autograd.Function)
+        if function: yours = own
         self.call = yours.apply if function else yours
         self.is_triton = "triton" in f"{getattr(yours, '__module__', '')} {getattr(yours, '__qualname__', '')}".lower()
         try: arguments = [*inspect.signature(yours.forward if function else yours).parameters.values()][function:]
@@ -586,9 +565,8 @@ def check_attention(attention, precision="fp32", context_length=128, head_size=6
             with matmuls(precision): changed = run_attention(attention, *inputs, causal, theirs["lse"], yours)
             if changed: more[f"attention changes its input {', '.join(changed)}"] = True
         except Usage as e: lacks.setdefault(str(e), e)
-        if not yours: continue
         numbers = {name: apart(t, theirs[name]) for name, t in yours.items()}
-        bad = max(numbers.values()) > bound
+        bad = max(numbers.values(), default=0) > bound
         without = formulas.attend(q.float(), k.float(), v.float(), False, head_size).to(dtype)
         may_ignore = causal and not wrong and not (here == "cuda" and attention.is_triton)
         unmasked = bad and may_ignore and apart(yours["o"], without) <= bound
@@ -655,7 +633,7 @@ check_ddp, check_sharded, check_fsdp = (verdict(functools.partial(on_ranks, x)) 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Options. They are read also where there is no torch.
+# What you typed. The options are read also where there is no torch.
 
 class Parser(argparse.ArgumentParser):
     def error(self, message): raise Usage(message)
@@ -688,9 +666,6 @@ def parse(words):
     return o
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What you typed
-
 # The functions of the course's adapters.py, per part. The ranks come first: they fork.
 PARTS = {"ddp": ["get_ddp", "get_ddp_individual_parameters", "get_ddp_bucketed"],
          "sharded": ["get_sharded_optimizer"], "fsdp": ["get_fsdp"],
@@ -711,12 +686,11 @@ def import_place(where):
             name = f"{package}.{name}"
         folders, where = [folder, *folders], name
     sys.path[:0] = [folder for folder in folders if os.path.isdir(folder) and folder not in sys.path]
-    try:
-        with contextlib.redirect_stdout(sys.stderr): return importlib.import_module(where)
-    except ModuleNotFoundError as e:
-        raise Usage(f"{where}: {e}; install it, or type `uv run python3 {sys.argv[0]} ...` in the assignment's folder, "
-                    "or PYTHONPATH=.:FOLDER python3 ... with a folder that has it")
-    except (Exception, SystemExit) as e: raise Usage(f"import {where} {raised(e)}")
+    with your_code(f"import {where}"):
+        try: return importlib.import_module(where)
+        except ModuleNotFoundError as e:
+            raise Usage(f"{where}: {e}; install it, or type `uv run python3 {sys.argv[0]} ...` in the assignment's "
+                        "folder, or PYTHONPATH=.:FOLDER python3 ... with a folder that has it")
 
 
 def find(text, part, need):

@@ -16,9 +16,6 @@ SECONDS = 2  # so long pairs of mistakes are tried
 LR, DECAY = 2e-2, 0.01
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Differences
-
 def difference(a, b):
     """The norm of a - b over the norm of b. What is not finite counts as equal where both have the same."""
     a, b = a.detach().double(), b.detach().double().to(a.device)
@@ -48,7 +45,6 @@ ALIKE = [set(words.split()) for words in (
     "silu gelu gelu_by_tanh relu sigmoid tanh", "mean total", "cos sin", "ln1 ln2", "attn ffn", "x h", "x w",
     "gate value", "a b", "T D", "q k v dO O", "dP dS P D", "dQ dK dV", "scores masked p", "p m v g",
     "L m", "c s", "i j", "lr beta1 beta2 eps decay lr_t")]
-
 
 # What stands for `a op b`: a part is left out, another operation or order, or the same twice.
 CHANGED = {ast.Add: "a, b, a - b", ast.Sub: "a, a + b", ast.Mult: "a, b, a / b, a * b * b",
