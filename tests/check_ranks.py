@@ -2,13 +2,14 @@
 
 Each case forks its ranks. What they give is compared with the same steps on the whole batch here. A rank that hangs is
 ended, and its place is said. The interfaces are those of the course's tests, 2025's and 2026's."""
-import contextlib, copy, datetime, faulthandler, functools, gc, inspect, math, multiprocessing, os, pathlib, pickle
+import contextlib, datetime, faulthandler, functools, gc, inspect, math, multiprocessing, os, pathlib, pickle
 import re, sys, tempfile, time
 from multiprocessing import connection
 import torch
 import torch._dynamo  # optimizers import it, which takes a second; so it is here before the ranks are forked
 import torch.distributed as dist
 import torch.nn as nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 import check
@@ -29,11 +30,13 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, path):
         super().__init__()
-        self.file, self.sent, self.phase, self.measure, self.peak = open(path, "w", buffering=1), [], "", None, 0
+        self.file, self.sent, self.phase, self.delay = open(path, "w", buffering=1), [], "", 0
+        self.measure, self.peak = None, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
         if function.namespace == "c10d":
+            if self.phase in ("backward", "finish"): time.sleep(self.delay)
             tensors = [t for part in args[1::-1] for t in tree_leaves(part) if isinstance(t, torch.Tensor)]
             if tensors: self.sent.append((self.phase, name, tensors[0].dtype, tensors[0].numel()))
             if name in self.ALIKE: print(name.strip("_"), "of", *(list(t.shape) for t in tensors), file=self.file)
@@ -42,6 +45,7 @@ class Watch(TorchDispatchMode):
 
 
 def rank_main(work, rank, world, folder, seconds):
+    gc.freeze()  # its garbage collector passes over what is here already
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1), os.dup2(null, 2)
     faulthandler.dump_traceback_later(seconds - 1, file=open(folder / f"where{rank}", "w"))
@@ -49,8 +53,8 @@ def rank_main(work, rank, world, folder, seconds):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:
-        store, limit = dist.FileStore(str(folder / "store"), world), datetime.timedelta(seconds=seconds + 5)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+        limit = datetime.timedelta(seconds=seconds + 5)
+        dist.init_process_group("gloo", f"file://{folder}/store", limit, world, rank)
         with Watch(folder / f"sent{rank}") as watch: result = work(rank, world, watch)
     except Usage as e: result = e
     except BaseException as e:
@@ -65,14 +69,10 @@ def rank_main(work, rank, world, folder, seconds):
 
 def on_ranks(work, world, seconds):
     """[what work(rank) returned]; Usage: what a rank raised first, or where it hung."""
-    sys.stdout.flush()
-    gc.collect()
-    gc.freeze()  # a rank's garbage collector passes over what is here already
     with tempfile.TemporaryDirectory() as name:
         fork, folder, results = multiprocessing.get_context("fork"), pathlib.Path(name), {}
         ranks = [fork.Process(target=rank_main, args=(work, rank, world, folder, seconds)) for rank in range(world)]
         for rank in ranks: rank.start()
-        gc.unfreeze()
         ended = connection.wait([rank.sentinel for rank in ranks], seconds)
         for rank in ranks: rank.join(1 if ended else 0)  # where one has ended, the others end soon, or wait in vain
         alive = [rank.is_alive() for rank in ranks]
@@ -114,8 +114,7 @@ def method(wrapper, wanted, pattern, what):
     like = [name for name in dir(type(wrapper)) if re.search(pattern, name) and not hasattr(nn.Module, name)]
     for name in [wanted, *(name for name in like if name[0] != "_")]:
         call = getattr(wrapper, name, None)
-        if not callable(call): continue
-        if all(a.default is not a.empty for a in inspect.signature(call).parameters.values()): return call
+        with contextlib.suppress(TypeError): return inspect.signature(call).bind() and call
     raise Usage(f"{type(wrapper).__name__} has no {wanted}(); write it, {what}")
 
 
@@ -127,14 +126,6 @@ def full_weights(yours, wrapper):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Models and data
-
-wait_once = functools.cache(functools.partial(time.sleep, 0.3))
-
-
-def be_late(layer, inputs):
-    """Rank 1's first backward stops here for a while, so that rank 0 is through before what lies below is sent."""
-    if dist.is_initialized() and dist.get_rank() == 1: inputs[0].register_hook(lambda g: wait_once())
-
 
 class Toy(nn.Module):
     """Eight weights of nearly one size, so that a fair share is a whole number of them; for ddp biases, too."""
@@ -152,17 +143,13 @@ class Toy(nn.Module):
         return self.fc[-1](x)
 
 
-class OwnRMSNorm(nn.RMSNorm):
-    def forward(self, x): return super().forward(x.float()).to(x.dtype)
-
-
 @functools.cache
 def course_layers():
     """Your course package's Embedding, Linear and RMSNorm, if it can be imported."""
     try: from cs336_basics import model
     except Exception:
         check.note("cs336_basics is not there: the model is made of nn.Embedding and nn.Linear")
-        return nn.Embedding, functools.partial(nn.Linear, bias=False), functools.partial(OwnRMSNorm, eps=1e-5)
+        return nn.Embedding, functools.partial(nn.Linear, bias=False), functools.partial(nn.RMSNorm, eps=1e-5)
     return model.Embedding, model.Linear, model.RMSNorm
 
 
@@ -178,14 +165,12 @@ class ToyFSDP(nn.Module):
 
     def forward(self, x):
         x = self.embedding(x)
-        for norm, linear in zip(self.norms, self.linears): x = x + torch.relu(linear(norm(x)))
-        return self.lm_head(x)
+        for norm, linear in zip(self.norms, self.linears): x = x + torch.relu(linear(norm(x.float()).to(x.dtype)))
+        return self.lm_head(x[:, -1])
 
 
 def toy(kind, case):
-    model = ToyFSDP() if kind == "fsdp" else Toy(kind, case)
-    if case == "a late rank": list(model.modules())[-1].register_forward_pre_hook(be_late)
-    return model
+    return ToyFSDP() if kind == "fsdp" else Toy(kind, case)
 
 
 def batch(kind, rank=0, world=1):
@@ -197,9 +182,8 @@ def batch(kind, rank=0, world=1):
 
 
 def loss_of(model, x, y):
-    out = model(x)
-    if y.dtype.is_floating_point: return nn.functional.mse_loss(out, y)
-    return nn.functional.cross_entropy(out[:, -1].float(), y)
+    loss = nn.functional.mse_loss if y.dtype.is_floating_point else nn.functional.cross_entropy
+    return loss(model(x).float(), y)
 
 
 def gradients_at(model, weights, x, y, dtype):
@@ -216,57 +200,47 @@ def named(model):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a gradient is instead
-
-def kinds_of_gradients(own, last, before):
-    """{kind: its value}, where the first axis is the ranks. own: each rank's gradient; last: of its second half;
-    before: what the step before had."""
-    n, total = len(own), own.sum(0)
-    return {"is right": total / n, "is the sum over the ranks instead of the mean": total, "is zero or None": total * 0,
-            "is the sum over the ranks divided by 2, and not by their number": total / 2,
-            "is each rank's own: it is not averaged": own,
-            "is rank 0's on each rank": own[0], f"is rank {n - 1}'s on each rank": own[-1],
-            "is each rank's own, divided by the number of ranks: nothing is added": own / n,
-            "is divided by the number of ranks twice": total / n ** 2,
-            "is added up twice, as a weight used twice may be": total * 2,
-            "is the last backward's alone: what was there before it is lost": last.sum(0) / (2 * n),
-            "is still that of the step before": before, "is added to that of the step before": total / n + before}
-
-
-def rounded_on_the_wire(sent):
-    """The type of 16 bits in which gradients are sent, in words, or nothing."""
-    types = [dtype for _, name, dtype, _ in sent if "reduce" in name and dtype in (torch.float16, torch.bfloat16)]
-    return str(types[0])[6:] if types else ""
-
-
-def explain_gradients(yours, own, last, before, late, bound, rounded):
-    """Causes, as (whose, what), for gradients of all ranks by name. rounded: the type in which they are sent"""
-    causes = {}
-    for name, g in yours.items():
-        near = lambda right, bound=bound: apart(g, right.expand_as(g)) <= bound
-        kinds = kinds_of_gradients(own[name], last[name], before.get(name, g * 0))
-        kind = next((kind for kind, right in kinds.items() if near(right)), None)
-        if kind == "is right": continue
-        if not kind and rounded and near(kinds["is right"], 1e-2):
-            kind = f"is the mean, but rounded: it is sent in {rounded}"
-        if name in late: kind = "changes after finish...(): it returns before the gradient is averaged"
-        causes.setdefault(kind or "is neither the mean nor what a usual mistake gives", []).append(name)
-    whose = lambda names: "every gradient" if len(names) == len(own) > 1 else f"the gradient of {few(names)}"
-    return [(whose(names), kind) for kind, names in causes.items()]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # DDP and FSDP
+
+def in_words(names, names_of_all, all_of_them, some=""):
+    return all_of_them if len(names) == len(names_of_all) else some + few(names)
+
+
+def together(causes, *words):
+    """[(whose, cause)] of {name: cause, or None}. words: as in_words() takes them"""
+    names_of = {cause: [name for name in causes if causes[name] == cause] for cause in causes.values() if cause}
+    return [(in_words(names, causes, *words), cause) for cause, names in names_of.items()]
+
+
+def kind_of_gradient(g, own, last, before, bound, rounded):
+    """What g is instead of the mean; None: it is that. The first axis is the ranks. own: each rank's gradient; last: of
+    its second half; before: what g was at the step before; rounded: the type of 16 bits in which it is sent, if any"""
+    n, total = len(own), own.sum(0)
+    near = lambda right, bound=bound: apart(g, right.expand_as(g)) <= bound
+    kinds = {None: total / n, "is the sum over the ranks instead of the mean": total, "is zero or None": total * 0,
+             "is the sum over the ranks divided by 2, and not by their number": total / 2,
+             "is each rank's own: it is not averaged": own,
+             "is rank 0's on each rank": own[0], f"is rank {n - 1}'s on each rank": own[-1],
+             "is each rank's own, divided by the number of ranks: nothing is added": own / n,
+             "is divided by the number of ranks twice": total / n ** 2,
+             "is added up twice, as a weight used twice may be": total * 2,
+             "is the last backward's alone: what was there before it is lost": last.sum(0) / (2 * n),
+             "is still that of the step before": before, "is added to that of the step before": total / n + before}
+    for kind, right in kinds.items():
+        if near(right): return kind
+    if rounded and near(total / n, 1e-2): return f"is the mean, but rounded: it is sent in {rounded}"
+    return "is neither the mean nor what a usual mistake gives"
+
 
 def held_share(wrapper, own, gradients=False):
     """The bytes that this rank holds, over those of all weights. A view counts as all that it keeps alive.
 
-    Tensors count that were made since gc.freeze(), but not small ones, which may be activations."""
+    Tensors count that this rank has made, but not small ones, which may be activations."""
     parameters = list(wrapper.parameters())
-    tensors = parameters + [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    grads = [p.grad for p in parameters if p.grad is not None]
     sizes = lambda tensors: {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    held, grads = sizes(tensors), sizes(p.grad for p in parameters if p.grad is not None)
-    held = held | grads if gradients else {at: size for at, size in held.items() if at not in grads}
+    held = sizes([*parameters, *grads, *(x for x in gc.get_objects() if issubclass(type(x), torch.Tensor))])
+    for at in sizes([*own.values(), *([] if gradients else grads)]): held.pop(at, None)
     return sum(n for n in held.values() if n > 4096) / sum(t.nbytes for t in own.values() if t.nbytes > 4096)
 
 
@@ -275,9 +249,6 @@ def train(kind, rank, world, watch, yours, case):
     torch.manual_seed(10 if kind == "fsdp" else 10 + rank)
     module = toy(kind, case)
     own, (x, y) = named(module), batch(kind, rank, world)
-    gc.collect()
-    gc.freeze()
-    module = copy.deepcopy(module)  # is made after the freeze, so that it is counted
     watch.phase = "start"
     # A class that takes bucket_size_mb gets small buckets, as in the public test.
     options = {name: 0.0004 for name in inspect.signature(yours).parameters if "bucket" in name}
@@ -287,22 +258,20 @@ def train(kind, rank, world, watch, yours, case):
         raise Usage(f"{yours.__name__}(module) gives {type(wrapper).__name__}, takes a wrapper with a forward")
     inner, causes = getattr(wrapper, "module", None), []
     if not isinstance(inner, nn.Module): raise Usage("the wrapper has no .module, which the public tests read", "fails")
-    given = {id(p) for p in wrapper.parameters()} if hasattr(wrapper, "parameters") else set()
-    if not {id(p) for p in inner.parameters()} <= given:
+    if not set(inner.parameters()) <= set(getattr(wrapper, "parameters", list)()):
         raise Usage("wrapper.parameters() does not give the module's: is it an nn.Module that has it as an attribute?",
                     "fails")
-    weights = lambda: full_weights(yours, wrapper) if kind == "fsdp" else named(inner)
     share = functools.partial(held_share, wrapper, own) if kind == "fsdp" else float
     out = {"own": own, "late": [], "causes": causes, "held": {"before the first step": share()}}
     parameters = lambda: {check.staff_name(name): p for name, p in wrapper.named_parameters()}
-    is_whole = lambda name, p: kind == "fsdp" and p.dim() == 2 and p.numel() > 0.6 * own[name].numel()
-    whole = [name for name, p in parameters().items() if is_whole(name, p)]
-    whose = "the weights" if len(whole) == sum(t.dim() == 2 for t in own.values()) else few(whole)
-    if whole: causes.append((whose, "are not sharded: each rank has all of them"))
+    matrices = [name for name, t in own.items() if t.dim() == 2 and kind == "fsdp"]
+    whole = [name for name, p in parameters().items() if name in matrices and p.numel() > 0.6 * own[name].numel()]
+    if whole: causes.append((in_words(whole, matrices, "the weights"), "are not sharded: each rank has all of them"))
     out["weights"] = [own if kind == "fsdp" else named(inner)]
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=RATE)
     parts = list(zip(*(t.chunk(2 if case in TWICE else 1) for t in (x, y))))
     for step in range(STEPS):
+        watch.delay = 0.02 if case == "a late rank" and rank == 1 and step == 0 else 0
         optimizer.zero_grad()
         for group in [parts] if case == "two forwards" else [[part] for part in parts]:
             watch.phase = "forward"
@@ -335,15 +304,15 @@ def train(kind, rank, world, watch, yours, case):
             watch.measure = None
             gc.collect()
             out["held"] |= {"after forward": share(), "peak": watch.peak}
-        out["weights"].append(weights())
+        out["weights"].append(full_weights(yours, wrapper) if kind == "fsdp" else named(inner))
     return out | {"sent": watch.sent}
 
 
 def one_process(model, weights, x, y, dtype):
     """The weights after the steps on the whole batch."""
     for _ in range(STEPS):
-        g = gradients_at(model, weights, x, y, dtype)
-        weights = {name: t - RATE * g[name] if name in g else t for name, t in weights.items()}
+        gradients = gradients_at(model, weights, x, y, dtype)
+        weights = weights | {name: weights[name] - RATE * g for name, g in gradients.items()}
     return weights
 
 
@@ -354,14 +323,19 @@ def compare_training(kind, case, results):
     lost = [name for name, t in start.items() for w in sum(weights, []) if name not in w or w[name].shape != t.shape]
     if lost: raise Usage(f"the full weights lack {lost[0]}, {list(start[lost[0]].shape)}; their names are the module's")
     right, worst, said, before = one_process(model, start, *batch(kind), dtype), 0, [], {}
-    late, wire = sum((r["late"] for r in results), []), rounded_on_the_wire(results[0]["sent"])
+    late, sent = sum((r["late"] for r in results), []), results[0]["sent"]
+    reduced = {dtype for _, name, dtype, _ in sent if "reduce" in name}
+    rounded = next((str(dtype)[6:] for dtype in (torch.float16, torch.bfloat16) if dtype in reduced), "")
     of_ranks = lambda ranks: {name: torch.stack([rank[name] for rank in ranks]) for name in ranks[0]}
     for step in range(STEPS):  # SGD's change tells the gradient
         own, last = (of_ranks([gradients_at(model, w[step], *(part(t) for t in batch(kind, rank, len(weights))), dtype)
                                for rank, w in enumerate(weights)]) for part in (lambda t: t, lambda t: t.chunk(2)[1]))
         yours = of_ranks([{name: (w[step][name] - w[step + 1][name]) / RATE for name in own} for w in weights])
         worst = max(worst, *(apart(g, own[name].mean(0).expand_as(g)) for name, g in yours.items()))
-        said, before = said or explain_gradients(yours, own, last, before, late, bound, wire), yours
+        causes = {name: kind_of_gradient(g, own[name], last[name], before.get(name, g * 0), bound, rounded)
+                  for name, g in yours.items()}
+        causes |= dict.fromkeys(late, "changes after finish...(): it returns before the gradient is averaged")
+        said, before = said or together(causes, "every gradient", "the gradient of "), yours
     change = lambda w, name: w[name] - start[name]
     far = lambda right: max(apart(change(w[-1], name), change(right, name)) for w in weights for name in own)
     held = {when: max(r["held"][when] for r in results) for when in results[0]["held"]}
@@ -371,15 +345,15 @@ def compare_training(kind, case, results):
     first = f"{max(apart(w[0][name], t) for w in weights for name, t in start.items()):.1e}"
     shown = [held[when] for when in ("before the first step", "peak", "after forward") if when in held]
     if kind == "fsdp": first = ", ".join(f"{share:.0%}" for share in shown)
-    ok = not more and worst <= bound and last <= (2 * bound if kind == "fsdp" else bound)
-    return [first, f"{worst:.1e}", f"{last:.1e}"], ok, more + said, notes_of(kind, case, results[0]["sent"], held)
+    ok = not more + said and last <= (2 * bound if kind == "fsdp" else bound)
+    return [first, f"{worst:.1e}", f"{last:.1e}"], ok, more + said, notes_of(kind, case, sent, rounded, held)
 
 
 def explain_training(model, weights, results, held):
     """Causes, as (whose, what), that gradients do not show. held: {when: the share of the weights' bytes on a rank}"""
     start, causes = results[0]["own"], list(dict.fromkeys(sum((r["causes"] for r in results), [])))
     lost = [name for name, t in start.items() if any(apart(w[0][name], t) > BOUND for w in weights)]
-    whose = "the weights" + ("" if len(lost) == len(start) else f" of {few(lost)}")
+    whose = in_words(lost, start, "the weights", "the weights of ")
     if set(lost) <= dict(model.named_buffers()).keys(): whose += ", a buffer,"
     elif not any(t.requires_grad for name, t in model.named_parameters() if name in lost):
         whose += ", which need no gradient,"
@@ -390,9 +364,9 @@ def explain_training(model, weights, results, held):
     return causes
 
 
-def notes_of(kind, case, sent, held):
+def notes_of(kind, case, sent, rounded, held):
     """What is allowed, but poorer."""
-    phases, rounded = {phase for phase, *_ in sent}, rounded_on_the_wire(sent)
+    phases = {phase for phase, *_ in sent}
     peak, between = held.get("peak", 0), held["before backward"]
     wide = [dtype == torch.float32 and size > 1000 for phase, _, dtype, size in sent if phase == "forward"]
     notes = {"nothing is sent before backward has ended; gradients sent as they are ready overlap with it":
@@ -429,33 +403,26 @@ def change_settings(case, optimizer, step, factors=FACTORS):
 
 def step_sharded(kind, rank, world, watch, yours, case):
     """What a rank does: steps on gradients that are the same on all."""
-    made = []
-
-    class Recorded(torch.optim.AdamW):
-        """Your class makes these; their states are counted."""
-        def __init__(self, *arguments, **options):
-            made.append(self)
-            super().__init__(*arguments, **options)
-
+    held = {}  # {weight: its state in an AdamW that your class made}
+    register_optimizer_step_post_hook(lambda o, *_: held.update(o.state if type(o) is torch.optim.AdamW else {}))
     torch.manual_seed(10)
     model = toy(kind, case)
     groups = sharded_groups(case, list(model.parameters()))
     first, later = (groups[:1], groups[1]["params"]) if case == "add_param_group" else (groups, [])
-    optimizer = yours(model.parameters() if case == "plain" else first, Recorded, **OTHER)
+    optimizer = yours(model.parameters() if case == "plain" else first, torch.optim.AdamW, **OTHER)
     for p in later: optimizer.add_param_group({"params": [p]})
     out = {"gradients": [], "weights": [named(model)], "left": []}
-    x, y = batch(kind)
     for step in range(STEPS):
         change_settings(case, optimizer, step)
         optimizer.zero_grad()
         out["left"] += [name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()]
         model.zero_grad()
-        loss_of(model, x, y).backward()
+        loss_of(model, *batch(kind)).backward()
         out["gradients"].append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         optimizer.step()
         out["weights"].append(named(model))
     tensors = lambda states: [t for state in states for t in state.values() if torch.is_tensor(t) and t.dim()]
-    states, saved = tensors([state for o in made for state in o.state.values()]), []
+    states, saved = tensors(held.values()), []
     with contextlib.suppress(Exception): saved = tensors(optimizer.state_dict()["state"].values())
     lost = [t for t in states if not any(torch.equal(t, other) for other in saved)]
     return out | {"states": sum(t.numel() for t in states), "lost": len(lost)}
@@ -479,30 +446,30 @@ def compare_sharded(kind, case, results):
     learnt = [name for name, p in model.named_parameters() if p.requires_grad]
     held = [r["states"] / (2 * sum(start[name].numel() for name in learnt)) for r in results]
     run = functools.partial(adamw_steps, case, results[0])
-    right, causes = run(OTHER), {}
+    right, others = run(OTHER), lambda settings, key: {k: v for k, v in settings.items() if k != key}
     far = lambda t: max(apart(r["weights"][t][name] - start[name], right[t - 1][name] - start[name])
                         for r in results for name in learnt)
-    but = lambda settings, key: {k: v for k, v in settings.items() if k != key}
-    other = {f"lacks the keyword argument {key}": run(but(OTHER, key)) for key in OTHER}
-    other = {"lacks its keyword arguments (lr, betas ...), which do not reach the optimizer": run({}), **other,
+    wrong = {"lacks its keyword arguments (lr, betas ...), which do not reach the optimizer": run({}),
+             **{f"lacks the keyword argument {key}": run(others(OTHER, key)) for key in OTHER},
              "lacks its group's own settings": run(OTHER, False),
              "has the settings of another group": run(OTHER | GIVEN),
              f"keeps its first settings{LATER}": run(OTHER, factors={}),
-             **{f"keeps its first {key}{LATER}": run(OTHER, factors=but(FACTORS, key)) for key in FACTORS}}
-    for name, t in start.items():
+             **{f"keeps its first {key}{LATER}": run(OTHER, factors=others(FACTORS, key)) for key in FACTORS}}
+
+    def cause_of(name):
         mine = [[w[name] for w in r["weights"][1:]] for r in results]
         are = lambda steps: [all(apart(w, s[name]) <= 1e-5 for w, s in zip(m, steps)) for m in mine]
         new, old = are(right), are([start] * STEPS)
-        if all(new): continue
-        cause = next((words for words, steps in other.items() if all(are(steps))), "is not what AdamW gives")
-        if name not in learnt: cause = "changes, and needs no gradient"
-        elif all(old): cause = "never changes: no rank has it, or it is sent from a rank that does not"
-        elif any(new) and any(old): cause = "is not sent to the other rank after the step"
-        elif all(apart(m[0], right[0][name]) <= 1e-5 for m in mine) and cause == "is not what AdamW gives":
-            cause = "is right after a step, but not after a later one; are the states kept"
-        causes.setdefault(cause, []).append(name)
-    whose = lambda names: "every weight" if len(names) == len(start) else few(names)
-    said = [(whose(names), cause) for cause, names in causes.items()]
+        if all(new): return None
+        if name not in learnt: return "changes, and needs no gradient"
+        if all(old): return "never changes: no rank has it, or it is sent from a rank that does not"
+        if any(new) and any(old): return "is not sent to the other rank after the step"
+        for cause, steps in wrong.items():
+            if all(are(steps)): return cause
+        if all(are(right[:1])): return "is right after a step, but not after a later one; are the states kept"
+        return "is not what AdamW gives"
+
+    said = together({name: cause_of(name) for name in start}, "every weight")
     left = sum((r["left"] for r in results), [])
     if left: said.append(("zero_grad()", f"leaves the gradients of {few(list(dict.fromkeys(left)))}"))
     share = math.ceil(len(learnt) / len(results)) / len(learnt)  # a whole number of weights
@@ -523,13 +490,12 @@ TWICE = ["two backwards", "two forwards"]
 NO_GRADIENT = "a parameter without gradient"
 KINDS = {"ddp": (train, compare_training,
                  [*CASES, "a buffer", "three ranks", "two backwards", "a late rank", NO_GRADIENT],
-                 ["case", "weights at the start", "gradients", f"weights after {STEPS} steps", f"bound {BOUND:g}"]),
+                 ["weights at the start", "gradients", f"weights after {STEPS} steps", f"bound {BOUND:g}"]),
          "sharded": (step_sharded, compare_sharded,
                      [*CASES, "a schedule", "two groups", "add_param_group", NO_GRADIENT],
-                     ["case", "weights after a step", f"after {STEPS}", "states on the ranks", f"bound {BOUND:g}"]),
+                     ["weights after a step", f"after {STEPS}", "states on the ranks", f"bound {BOUND:g}"]),
          "fsdp": (train, compare_training, ["fp32", "fp16", *TWICE, "a late rank"],
-                  ["case", "held: at rest, peak, after forward", "gradients", f"weights after {STEPS} steps",
-                   "verdict"])}
+                  ["held: at rest, peak, after forward", "gradients", f"weights after {STEPS} steps", "verdict"])}
 MORE = {NO_GRADIENT: " This does not count: the public tests do not try it."}
 MORE |= dict.fromkeys(("two groups", "add_param_group"), " The handout asks for this; the public tests do not try it.")
 MORE |= dict.fromkeys(("a schedule", "a buffer", "three ranks", *TWICE), " The public tests do not try it.")
@@ -548,7 +514,7 @@ def check_ranks(kind, yours, seconds):
         except Usage as e:
             word = "hangs" if e.word == "hangs" else "fails"
             if case == cases[0] and e.word not in ("hangs", "fails"): raise
-            cells, ok, said, more = "-" * (len(columns) - 2), False, [("", str(e))], []
+            cells, ok, said, more = "-" * (len(columns) - 1), False, [("", str(e))], []
         counts = case != NO_GRADIENT and not (case in TWICE and word == "fails")
         rows.append([case, *cells, word if ok or counts else "not asked"])
         good = good and (ok or not counts)
@@ -556,7 +522,7 @@ def check_ranks(kind, yours, seconds):
         notes += [f"note: {case}: {line}." for line in more]
         if case == cases[0] and word == "hangs": break
     print(f"\n{name}: ranks over Gloo on the CPU, beside one process with the whole batch:\n")
-    show(columns, rows)
+    show(["case", *columns], rows)
     for (what, counts), places in lines.items():
         (case, whose), also = places[0], [case for case, _ in places[1:]]
         too = f" (so, too: {', '.join(dict.fromkeys(also))})" if also else ""
