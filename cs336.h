@@ -273,8 +273,8 @@ const AttentionImpl& require_flash(Device device, DType dtype, int64_t D);
 // -------------------------------------------------------------------------------------------------
 // profile.cu
 
-// Writes Chrome's trace format, which Perfetto opens, unless path is empty; the caption goes into
-// otherData. Rank 0 writes the traces of all ranks, one process a rank. Times count from the last
-// midnight (UTC), the same for all ranks.
+// Writes Chrome's trace format, which Perfetto opens, unless path is empty; the caption and
+// origin() go into otherData. Rank 0 writes the traces of all ranks, one process a rank. Times
+// count from the last midnight (UTC), the same for all ranks.
 void write_trace(const string& path, const Traces& traces, const string& caption,
                  const Communicator& c = Communicator());

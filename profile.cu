@@ -463,7 +463,7 @@ int cmd_nsys_profile(const Options& o) {
     }
 
     // first: whoever reads the tables may close the pipe
-    write_trace(o.trace, traces, "cs336 " + join(o.command_line, " ") + "; " + origin());
+    write_trace(o.trace, traces, "cs336 " + join(o.command_line, " "));
 
     const string setting =
         strprintf("%s; precision %s, mode %s",
@@ -550,7 +550,8 @@ void write_trace(const string& path, const Traces& traces, const string& caption
 
     const auto of_ranks = gather_text(c, join(events, ",\n"));
     if (c.rank > 0) { return; }
-    save_file(path, "{\"otherData\":{\"caption\":" + quoted(caption) + "},\"traceEvents\":[\n" +
+    const string whole = quoted(caption + "; " + origin());
+    save_file(path, "{\"otherData\":{\"caption\":" + whole + "},\"traceEvents\":[\n" +
                         join(of_ranks, ",\n") + "\n]}\n");
 }
 

@@ -201,9 +201,10 @@ TEST_CASE("profile: a trace file is JSON whose slices nest") {
     // Two threads, stream 7 with its overlapping slice on a row of its own, stream 8; 6 ranges and
     // 5 pieces of work.
     for (const char* part : {"5 11 ", R"("soft\"max\\\n")", R"("softmax_kernel<float>")",
-                             R"("caption": "a \"caption\"")"}) {
+                             R"("caption": "a \"caption\"; )"}) {
         CHECK_MESSAGE(has(text, part), text);
     }
+    CHECK(has(text, "; commit " + commit()));
     CHECK_THROWS_AS(write_trace("/no/such/folder/trace.json", {}, ""), Failure);
 
     Trace trace = made_up_trace();
