@@ -906,7 +906,7 @@ static bool compare_settings(const string& caption, const char* part,
         for (const Setting& s : {first, other}) {
             oom += out_of_memory(s.runs, passes.back(), " in " + s.name);
         }
-        answer(part, "Beside %s, %s %s is %s. Its %s is %s.%s", first.name.c_str(),
+        answer(part, "Compared with %s, %s %s is %s. Its %s is %s.%s", first.name.c_str(),
                other.name.c_str(), pass_names[passes.front()],
                relative_speed(other, first, passes.front()).c_str(), pass_names[passes.back()],
                relative_speed(other, first, passes.back()).c_str(), oom.c_str());

@@ -1216,7 +1216,8 @@ TEST_CASE("benchmark: torch_compile and benchmarking_mixed_precision print all p
     REQUIRE_MESSAGE(compile.exit_code == 0, compile.err);
     for (const char* says :
          {"torch_compile (a)", "| size   | run_type  ", "| custom | forward+backward+optimizer |",
-          "**(b)** Beside vanilla, compiled forward is ", ". Its forward+backward+optimizer is "}) {
+          "**(b)** Compared with vanilla, compiled forward is ",
+          ". Its forward+backward+optimizer is "}) {
         CHECK_MESSAGE(has(compile.out, says), says, " in: ", compile.out);
     }
     Run mixed = run_small("benchmarking_mixed_precision", {});
@@ -1227,7 +1228,8 @@ TEST_CASE("benchmark: torch_compile and benchmarking_mixed_precision print all p
           "output of the first feed-forward layer float16, output of the layer norm float32, "
           "predicted logits float16, loss float32 and gradients float32.",
           "its output is float32 under float16 and float32 under bfloat16", "(c); mode eager; ",
-          "(c); mode fused; ", "| fp32 (ms) | bf16 (ms) |", "**(c)** Beside fp32, bf16 forward is ",
+          "(c); mode fused; ", "| fp32 (ms) | bf16 (ms) |",
+          "**(c)** Compared with fp32, bf16 forward is ",
           "**(c)** In mode fused under bf16 the matrices' gradients are in 16 bits",
           "**(c)** On a CPU low precision saves no arithmetic: tf32 is fp32"}) {
         CHECK_MESSAGE(has(mixed.out, says), says, " in: ", mixed.out);
@@ -1459,10 +1461,11 @@ TEST_CASE(
     };
     CHECK(has(said(),
               "| small | forward                    |        10.53 |          7.37 |   1.43x |\n"));
-    check_says(said().substr(said().find("**")),
-               {"**(b)** Beside vanilla, compiled forward is 1.43 times as fast for small and 1.16 "
-                "times as fast for 2.7B. Its forward+backward+optimizer is 1.71 times as fast for "
-                "small and 1.33 times as fast for 2.7B.\n"});
+    check_says(
+        said().substr(said().find("**")),
+        {"**(b)** Compared with vanilla, compiled forward is 1.43 times as fast for small and 1.16 "
+         "times as fast for 2.7B. Its forward+backward+optimizer is 1.71 times as fast for "
+         "small and 1.33 times as fast for 2.7B.\n"});
     compiled.runs[0].pass[FW] = took(9.9, 1.5);  // within the noise
     compiled.runs[1].pass[FW] = took(200, 1);
     vanilla.runs[1].pass[WHOLE_STEP] = no_room();
