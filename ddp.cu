@@ -928,12 +928,13 @@ static void answer_optimizer_state_sharding_accounting(const vector<ShardingRun>
            peak(whole, AFTER_INIT), peak(whole, BEFORE_STEP), peak(whole, AFTER_STEP),
            peak(ours, AFTER_INIT), peak(ours, BEFORE_STEP), peak(ours, AFTER_STEP));
     const bool as_expected = fabs(state(ours) / state(whole) - 1.0 / ranks) < 0.01;
-    answer(
-        "a",
-        "At the peak before the step weights take %.1f MiB, gradients %.1f and the rest %.1f. The "
-        "step adds AdamW's moments: %.1f MiB unsharded, %.1f MiB sharded, which is %s 1/%d.",
-        mib_of(weights), mib_of(gradients), peak(whole, BEFORE_STEP) - mib_of(weights + gradients),
-        state(whole), state(ours), as_expected ? "the expected" : "not the expected", ranks);
+    answer("a",
+           "At the peak before the step weights take %.1f MiB and gradients %.1f. The rest is "
+           "%.1f. The step adds AdamW's moments: %.1f MiB unsharded, %.1f MiB sharded, which is "
+           "%s 1/%d.",
+           mib_of(weights), mib_of(gradients),
+           peak(whole, BEFORE_STEP) - mib_of(weights + gradients), state(whole), state(ours),
+           as_expected ? "the expected" : "not the expected", ranks);
 
     answer("b",
            "An iteration takes %.2f ms sharded, %s. Each rank steps only its share but then "

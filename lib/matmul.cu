@@ -386,8 +386,8 @@ Tensor linear(const Tensor& x_in, const Tensor& weight, const Tensor& known) {
 }
 
 // f runs twice. First run (in forward): nothing is recorded, and y is computed. Second run (inside
-// backward): checkpoint() records it, so the tape is rebuilt; nobody reads y then, so memory that
-// holds anything takes its place.
+// backward): checkpoint() records it, so the tape is rebuilt; nobody reads y then, so linear()
+// gets memory with undefined values as the known result, and skips the product.
 Tensor checkpoint_linear(const function<UnaryOp>& f, const Tensor& x, const Tensor& weight) {
     auto linear_of_f = [f, weight](const Tensor& x) {
         const Tensor fx = f(x);

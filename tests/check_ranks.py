@@ -25,7 +25,9 @@ STEPS, RATE = 3, 0.5
 # Ranks
 
 class Watch(TorchDispatchMode):
-    """Writes down each collective that this rank starts, and the most bytes that measure() gives on the way."""
+    """Writes down each collective that this rank starts, and the most bytes that measure() gives on the way.
+
+    The first one that is sent in backward or after it waits for `delay` seconds."""
     ALIKE = "allreduce_ broadcast_ reduce_ allgather_ _allgather_base_ reduce_scatter_ _reduce_scatter_base_".split()
 
     def __init__(self, path):
@@ -36,7 +38,9 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
         if function.namespace == "c10d":
-            if self.phase in ("backward", "finish"): time.sleep(self.delay)
+            if self.phase in ("backward", "finish"):
+                time.sleep(self.delay)
+                self.delay = 0
             tensors = [t for part in args[1::-1] for t in tree_leaves(part) if isinstance(t, torch.Tensor)]
             if tensors: self.sent.append((self.phase, name, tensors[0].dtype, tensors[0].numel()))
             if name in self.ALIKE: print(name.strip("_"), "of", *(list(t.shape) for t in tensors), file=self.file)
@@ -235,7 +239,8 @@ def kind_of_gradient(g, own, last, before, bound, rounded):
 def held_share(wrapper, own, gradients=False):
     """The bytes that this rank holds, over those of all weights. A view counts as all that it keeps alive.
 
-    Tensors count that this rank has made, but not small ones, which may be activations."""
+    Tensors count that this rank has made, but neither `own` nor small ones, which may be activations. Gradients count
+    if they are asked for."""
     parameters = list(wrapper.parameters())
     grads = [p.grad for p in parameters if p.grad is not None]
     sizes = lambda tensors: {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -271,7 +276,7 @@ def train(kind, rank, world, watch, yours, case):
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=RATE)
     parts = list(zip(*(t.chunk(2 if case in TWICE else 1) for t in (x, y))))
     for step in range(STEPS):
-        watch.delay = 0.02 if case == "a late rank" and rank == 1 and step == 0 else 0
+        watch.delay = 0.3 if case == "a late rank" and rank == 1 and step == 0 else 0
         optimizer.zero_grad()
         for group in [parts] if case == "two forwards" else [[part] for part in parts]:
             watch.phase = "forward"
@@ -404,7 +409,7 @@ def change_settings(case, optimizer, step, factors=FACTORS):
 def step_sharded(kind, rank, world, watch, yours, case):
     """What a rank does: steps on gradients that are the same on all."""
     held = {}  # {weight: its state in an AdamW that your class made}
-    register_optimizer_step_post_hook(lambda o, *_: held.update(o.state if type(o) is torch.optim.AdamW else {}))
+    register_optimizer_step_post_hook(lambda o, *_: held.update(o.state if isinstance(o, torch.optim.AdamW) else {}))
     torch.manual_seed(10)
     model = toy(kind, case)
     groups = sharded_groups(case, list(model.parameters()))

@@ -426,6 +426,8 @@ RANK_MISTAKES = [
     ("sharded", "for p, rank in self.owner.items(): dist.broadcast(p.data, src=rank)", "pass", "is not sent to the other rank after the step"),
     ("sharded", "src=rank)", "src=0)", "never changes: no rank has it, or it is sent from a rank that does not"),
     ("sharded", "if self.owner[p] == dist.get_rank()]", "]", "the states are not sharded: each rank has those of all parameters"),
+    ("sharded", "self.inner = self.make([mine])", "self.inner = self.make([group]); self.inner.__class__ = type('Own', (type(self.inner),), {})",
+     "the states are not sharded: each rank has those of all parameters"),
     ("sharded", 'if key != "params"', "if key in ()", "a schedule: every weight keeps its first settings"),
     ("sharded", 'if key != "params"', "if key == 'eps'", "a schedule: every weight keeps its first settings: what is changed in param_groups"),
     ("sharded", 'if key != "params"', "if key not in ('params', 'lr')", "a schedule: every weight keeps its first lr"),

@@ -573,8 +573,8 @@ TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
     };
     check_says(
         answers(2),
-        {"At the peak before the step weights take 7622.7 MiB, gradients 7622.7 and the rest "
-         "6094.9.",
+        {"At the peak before the step weights take 7622.7 MiB and gradients 7622.7. The rest "
+         "is 6094.9.",
          "ours, like ZeRO's, own equal parts of one flat buffer.",
          "Unsharded, the peak is 7622.7 MiB after init, 21340.3 before the optimizer's step and "
          "30522.8 after it. Sharded, it is 7654.7, 21340.3 and 22900.1 MiB.",
