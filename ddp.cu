@@ -915,7 +915,6 @@ static void answer_optimizer_state_sharding_accounting(const vector<ShardingRun>
     const ShardingRun &whole = runs[UNSHARDED], &ours = runs[BROADCAST], &zero = runs[ZERO1];
     const size_t* before_step = whole.peaks[BEFORE_STEP].second.peak_by;
     const size_t weights = before_step[PARAMETERS];  // 4 Psi bytes
-    const size_t gradients = before_step[GRADIENTS];
     auto peak = [](const ShardingRun& run, Moment moment) {
         return mib_of(run.peaks[moment].second.peak);
     };
@@ -929,12 +928,11 @@ static void answer_optimizer_state_sharding_accounting(const vector<ShardingRun>
            peak(ours, AFTER_INIT), peak(ours, BEFORE_STEP), peak(ours, AFTER_STEP));
     const bool as_expected = fabs(state(ours) / state(whole) - 1.0 / ranks) < 0.01;
     answer("a",
-           "At the peak before the step weights take %.1f MiB and gradients %.1f. The rest is "
-           "%.1f. The step adds AdamW's moments: %.1f MiB unsharded, %.1f MiB sharded, which is "
-           "%s 1/%d.",
-           mib_of(weights), mib_of(gradients),
-           peak(whole, BEFORE_STEP) - mib_of(weights + gradients), state(whole), state(ours),
-           as_expected ? "the expected" : "not the expected", ranks);
+           "At the peak before the step weights take %.1f MiB and gradients %.1f MiB. Activations "
+           "take %.1f MiB. The step adds AdamW's moments: %.1f MiB unsharded, %.1f MiB sharded, "
+           "which is %s 1/%d.",
+           mib_of(weights), mib_of(before_step[GRADIENTS]), mib_of(before_step[ACTIVATIONS]),
+           state(whole), state(ours), as_expected ? "the expected" : "not the expected", ranks);
 
     answer("b",
            "An iteration takes %.2f ms sharded, %s. Each rank steps only its share but then "

@@ -558,6 +558,7 @@ TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
             MemoryUse use{};
             use.peak = (size_t)(peak * MIB);
             use.peak_by[PARAMETERS] = use.peak_by[GRADIENTS] = (size_t)(7622.7 * MIB);
+            use.peak_by[ACTIVATIONS] = (size_t)(6062.9 * MIB);
             use.peak_by[OPTIMIZER] = (size_t)(has_stepped * state * MIB);
             r.peaks.emplace_back("", use);
         }
@@ -573,8 +574,8 @@ TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
     };
     check_says(
         answers(2),
-        {"At the peak before the step weights take 7622.7 MiB and gradients 7622.7. The rest "
-         "is 6094.9.",
+        {"At the peak before the step weights take 7622.7 MiB and gradients 7622.7 MiB. "
+         "Activations take 6062.9 MiB.",
          "ours, like ZeRO's, own equal parts of one flat buffer.",
          "Unsharded, the peak is 7622.7 MiB after init, 21340.3 before the optimizer's step and "
          "30522.8 after it. Sharded, it is 7654.7, 21340.3 and 22900.1 MiB.",

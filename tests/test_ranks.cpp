@@ -75,11 +75,11 @@ TEST_CASE("ranks: each has its share of the cores") {
         CHECK(omp_get_max_threads() == max(1, omp_get_num_procs() / 2));
     });
 }
-TEST_CASE("ranks: collectives over NCCL") {
+TEST_CASE("NCCL: collectives") {
     if (lacks("nccl", CUDA, 2)) { return; }
     for (int n : {1, 2, 3, 4}) {
         if (why_not("nccl", CUDA, n).empty()) {
-            in_ranks("ranks: collectives over NCCL", n, CUDA, check_collectives);
+            in_ranks("NCCL: collectives", n, CUDA, check_collectives);
         }
     }
 }
@@ -127,9 +127,9 @@ static void check_shared_buffers(const Communicator& c) {
     }
     CHECK(to_floats(wrong)[0] == 0);
 }
-TEST_CASE("ranks: shared buffers over NCCL at random times") {
+TEST_CASE("NCCL: shared buffers at random times") {
     if (!fast_ways.allocate_shared || lacks("nccl", CUDA, 2)) { return; }
-    in_ranks("ranks: shared buffers over NCCL at random times", 2, CUDA, check_shared_buffers);
+    in_ranks("NCCL: shared buffers at random times", 2, CUDA, check_shared_buffers);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ TEST_CASE("ranks: one that is killed, or stalls, ends all within the timeout and
         for (int victim : {0, 1}) { check_failure(long_run(), number, victim, 0.7); }
     }
 }
-TEST_CASE("ranks: the same over NCCL") {
+TEST_CASE("NCCL: a rank that is killed, or stalls, ends all, too") {
     if (lacks("nccl", CUDA, 2)) { return; }
     for (int number : {SIGKILL, SIGSTOP}) {
         const string n = to_string(min(4, cuda_devices()));
