@@ -45,6 +45,12 @@ HD inline A sigmoid_of(A a) {
     return 1 / (1 + exp(-a));
 }
 
+// flash.cu: O [B,T,C] and L [B,H,T] of causal attention on qkv [B,T,3C]; nothing is recorded.
+struct FlashOutputs {
+    Tensor o, L;
+};
+FlashOutputs flash_outputs(const Tensor& qkv, int H);
+
 // -------------------------------------------------------------------------------------------------
 // The tables
 
@@ -93,14 +99,13 @@ struct FastWays {
     // Results of checkpoints that wait in host memory. From keep_on_host(room) on up to so many
     // bytes of it are used, where no CUDA graph hides launches; kept_on_host returns the most that
     // the latest forward has used, a planned one included. A checkpoint on the tape, but none
-    // within another, runs keeping(f) in place of f. Both runs call kept_result and keep_result in
-    // the same order. In the first keep_result gets results, which nobody writes to afterwards. In
-    // the second kept_result returns them; null: it has to be computed.
+    // within another, runs keeping(f) in place of f. In its first run linear and flash_outputs keep
+    // their results, which nobody writes to afterwards; in its second they need not compute them.
     void (*keep_on_host)(size_t room);
     size_t (*kept_on_host)();
     function<UnaryOp> (*keeping)(const function<UnaryOp>& f);
-    void (*keep_result)(const Tensor& y);
-    Tensor (*kept_result)();
+    Tensor (*linear)(const Tensor& x, const Tensor& weight);
+    FlashOutputs (*flash_outputs)(const Tensor& qkv, int H);
 };
 inline FastWays fast_ways;
 // Runs f, in which all ranks allocate the tensors that collectives move.
@@ -114,7 +119,3 @@ inline void allocate_shared(const Communicator& c, const Job& f) {
 inline function<UnaryOp> keeping(const function<UnaryOp>& f) {
     return fast_ways.keeping ? fast_ways.keeping(f) : f;
 }
-inline void keep_result(const Tensor& y) {
-    if (fast_ways.keep_result) { fast_ways.keep_result(y); }
-}
-inline Tensor kept_result() { return fast_ways.kept_result ? fast_ways.kept_result() : Tensor(); }

@@ -937,27 +937,31 @@ static Tensor heads_view(const Tensor& x, int which, int parts, int H) {
     return t;
 }
 
+// Returns the heads of qkv [B,T,3C], o [B,T,C] and L, for causal attention.
+static AttentionTensors tensors_of(const Tensor& qkv, int H, const FlashOutputs& out) {
+    AttentionTensors t{heads_view(qkv, 0, 3, H), heads_view(qkv, 1, 3, H), heads_view(qkv, 2, 3, H),
+                       true};
+    t.o = heads_view(out.o, 0, 1, H);
+    t.L = out.L;
+    return t;
+}
+FlashOutputs flash_outputs(const Tensor& qkv, int H) {
+    const int64_t B = qkv.dim(0), T = qkv.dim(1), C = qkv.dim(2) / 3;
+    const FlashOutputs out{empty({B, T, C}, qkv.dtype), empty({B, H, T}, F32)};
+    const AttentionImpl& impl = require_flash(qkv.device(), qkv.dtype, C / H);
+    run_pass(impl.forward, tensors_of(qkv, H, out));
+    return out;
+}
 // Returns O [B,T,C] of causal attention on qkv [B,T,3C], for the model. The backward is recorded as
 // one step of the tape.
 Tensor flash_self_attention(const Tensor& qkv, int H) {
     Range range("attention");
-    const int64_t B = qkv.dim(0), T = qkv.dim(1), C = qkv.dim(2) / 3;
-    const AttentionImpl& impl = require_flash(qkv.device(), qkv.dtype, C / H);
-    Tensor o = kept_result();  // null, but in a checkpoint's second run that has the first run's
-    Tensor L = kept_result();
-    const bool known = o && L;
-    if (!known) {
-        o = empty({B, T, C}, qkv.dtype);
-        L = empty({B, H, T}, F32);
-    }
-    AttentionTensors t{heads_view(qkv, 0, 3, H), heads_view(qkv, 1, 3, H), heads_view(qkv, 2, 3, H),
-                       true};
-    t.o = heads_view(o, 0, 1, H);
-    t.L = L;
-    if (!known) { run_pass(impl.forward, t); }
-    keep_result(o);
-    keep_result(L);
+    auto* outputs_of_qkv = fast_ways.flash_outputs ? fast_ways.flash_outputs : flash_outputs;
+    const FlashOutputs out = outputs_of_qkv(qkv, H);
 
+    Tensor o = out.o;
+    const AttentionTensors t = tensors_of(qkv, H, out);
+    const AttentionImpl& impl = require_flash(qkv.device(), qkv.dtype, t.q.dim(3));
     record(o, {qkv}, [t, H, &impl, g = qkv.gradient](const Tensor& dO) {
         AttentionTensors backward = t;
         Tensor dqkv = empty(g->shape, g->dtype);

@@ -538,9 +538,7 @@ Tensor swiglu(const Layer& layer, const Tensor& y) {
         return mul(mul(a, sigmoid(a)), b);
     }
 
-    const Tensor known = kept_result();  // as in flash_self_attention
-    Tensor h = linear(y, layer.w13, known);
-    keep_result(h);
+    Tensor h = fast_ways.linear ? fast_ways.linear(y, layer.w13) : linear(y, layer.w13);
     Range r("swiglu");
     Tensor g = swiglu_forward(h);
     record(g, {h}, [h](const Tensor& dg) {
