@@ -365,9 +365,27 @@ TEST_CASE_TEMPLATE("model: steps with and without an arena for the gradients", D
         }
     }
 }
+// While it lives, `count` goes up with each flash forward on the CPU.
+struct CountsFlash {
+    inline static int count = 0;
+    inline static void (*forward)(const AttentionTensors&) = nullptr;
+    std::list<AttentionImpl> all = table_of<AttentionImpl>();
+    CountsFlash() {
+        for (AttentionImpl& i : table_of<AttentionImpl>()) {
+            if (i.device != CPU || !i.forward) { continue; }
+            forward = i.forward;
+            i.forward = [](const AttentionTensors& t) {
+                count++;
+                forward(t);
+            };
+        }
+    }
+    ~CountsFlash() { table_of<AttentionImpl>() = all; }
+};
 struct Kept {           // of a forward for its backward
     size_t held, peak;  // bytes; peak: of both
     int64_t products;   // in backward
+    int flash_forwards;
     vector<float> gradients;
 };
 static Kept run_kept(const ModelConfig& config, int B, int T) {
@@ -381,8 +399,13 @@ static Kept run_kept(const ModelConfig& config, int B, int T) {
     reset_peak(context.device);
     Tensor loss = cross_entropy(forward(s.model, s.tokens), s.targets);
     k.held = memory_use(context.device).now - before;
-    start_tracing();
-    backward(loss);
+    {
+        const CountsFlash flash;
+        const int before_backward = flash.count;
+        start_tracing();
+        backward(loss);
+        k.flash_forwards = flash.count - before_backward;
+    }
     const Trace trace = stop_tracing();
     auto is_product = [](const TracedRange& r) { return r.name == string("matmul"); };
     k.products = std::count_if(trace.ranges.begin(), trace.ranges.end(), is_product);
@@ -436,11 +459,11 @@ TEST_CASE_TEMPLATE("model: results that wait in host memory change no bit", D, O
         struct Case {
             const char* checkpoint;
             size_t bytes;
-            int products;  // that do not run again
+            int products, attentions;  // that do not run again
         };
-        for (const Case& x : {Case{"ffn:2", 2 * h, 2},
-                              {"1", 5 * (h + attention), 5},
-                              {"blocks:2", 5 * h + 2 * attention, 5}}) {
+        for (const Case& x : {Case{"ffn:2", 2 * h, 2, 0},
+                              {"1", 5 * (h + attention), 5, 5},
+                              {"blocks:2", 5 * h + 2 * attention, 5, 2}}) {
             CAPTURE(string(x.checkpoint));
             context.checkpoint = checkpointing_from(x.checkpoint);
             const Kept plain = run_kept(config, B, T);
@@ -454,6 +477,10 @@ TEST_CASE_TEMPLATE("model: results that wait in host memory change no bit", D, O
                 if (room == x.bytes) {
                     CHECK(fast_ways.kept_on_host() == room);  // no more and no less
                     CHECK(plain.products - kept.products == x.products);
+                    if (D::device == CPU && context.mode == FLASH) {
+                        CHECK(plain.flash_forwards == x.attentions);
+                        CHECK(kept.flash_forwards == 0);
+                    }
                 }
             }
             fast_ways.keep_on_host(x.bytes);
