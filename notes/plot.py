@@ -428,7 +428,7 @@ def grid(name):
 
 
 def roofline(name):
-    """Measured: FLOPs and bytes by the formulas below, times from notes/output; the roofs are an H100's data sheet."""
+    """Measured: FLOPs and bytes by the formulas below, times from notes/output; the roofs are an H200's data sheet."""
     def of_setting(*columns):
         return next(r for r in rows_of("nsys_profile", "size", "S", *columns) if (r["size"], r["S"]) == ("2.7B", "512"))
     shares = of_setting("AdamW ms", "softmax ms", "products ms", "matmul")
@@ -452,9 +452,9 @@ def roofline(name):
     x = [2.0 ** (i / 8) for i in range(-32, 112)]
     for peak, colour, text in ((989, BLUE, "989 TFLOP/s: bf16, tensor cores"),
                                (67, ORANGE, "67 TFLOP/s: fp32, CUDA cores")):
-        axis.plot(x, [min(peak, 3.35 * i) for i in x], color=colour)
+        axis.plot(x, [min(peak, 4.8 * i) for i in x], color=colour)
         axis.text(1.4e4, peak * 1.12, text, color=colour, ha="right")
-    axis.text(0.3, 1.5, "3.35 TB/s", color=BLUE, rotation=38, rotation_mode="anchor")
+    axis.text(0.3, 1.5, "4.8 TB/s", color=BLUE, rotation=38, rotation_mode="anchor")
     for i, (text, intensity, rate) in enumerate(points):
         axis.plot(intensity, rate, "o", color=RED, ms=9)
         left = intensity > 1000
