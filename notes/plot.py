@@ -182,7 +182,7 @@ def attention(name):
 
 def torch_compile(name):
     ours = by_width(rows_of("torch_compile", "seq_len", "speedup fw"), "d_model", "seq_len", "speedup fw", "speedup bw")
-    columns = [f"{what} {p}" for p in ("fw", "bw") for what in ("PyTorch eager", "torch.compile")]
+    columns = [f"{p} {what} ms" for p in ("fw", "bw") for what in ("eager", "compiled")]
     try: theirs = by_width(rows_of("vs_pytorch", *columns), "d_model", "seq_len", *columns)
     except Missing: theirs = {}
     card = re.search(r"torch_compile \(a\):.*?NVIDIA (\w+)", text_of("vs_pytorch")) if theirs else None
