@@ -57,10 +57,11 @@ FlashOutputs flash_outputs(const Tensor& qkv, int H);
 // The fused ops of layers.cu, below the tape: layers.cu calls them, and records what they did. Each
 // op but rotate reads its last tensors and writes its first ones.
 struct LayerOps {
-    // A null delta: x is x_in.
+    // A null delta: x is x_in. r [N] is 1 / rms of each row of x, for backward.
     void (*add_rmsnorm)(const Tensor& y, const Tensor& x, const Tensor& r, const Tensor& x_in,
                         const Tensor& delta, const Tensor& w, float eps);
-    // A null dx_low: nobody wants this copy of dx. add_dx, add_dw: add to what dx or dw holds.
+    // dx_low is a copy of dx in dy's dtype; null: nobody wants it. add_dx, add_dw: add to what dx
+    // or dw holds.
     void (*rmsnorm_backward)(const Tensor& dx, bool add_dx, const Tensor& dx_low, const Tensor& dw,
                              bool add_dw, const Tensor& dy, const Tensor& x, const Tensor& r,
                              const Tensor& w);
@@ -68,6 +69,7 @@ struct LayerOps {
     // rotates within qkv.
     void (*rotate)(const Tensor& qkv, const Tensor& q, const Tensor& k, const Tensor& v,
                    const Tensor& rope, bool backward);
+    // h [..,2F] has SwiGLU's products with w1 and w3 side by side; g [..,F] is its output.
     void (*swiglu)(const Tensor& g, const Tensor& h);
     void (*swiglu_backward)(const Tensor& dh, const Tensor& dg, const Tensor& h);
 };
@@ -80,9 +82,10 @@ struct FastWays {
     void (*keep_weights)(Model& model);
     void (*ready_weights)(Model& model);  // forward calls it; restores them if its context has to
     void (*restore_weights)(Model& model);
-    // The same for a part, which is what a rank keeps of a unit under FSDP. Where keep_part changes
-    // the form, `part` becomes a view in the dtype that products take, and AdamW goes on with the
-    // shard, in which the part lies. restore_part returns false if the form was the plain one.
+    // The same for a part, which is what a rank keeps of an FSDP unit. Where keep_part changes the
+    // form, `part` has the dtype `products` afterwards, in the same memory, and a gather sends it
+    // as it is. AdamW is still given the whole shard in its own dtype, and finds changed parts by
+    // their addresses. restore_part returns false if the form was the plain one.
     void (*keep_part)(Tensor& part, DType products);
     bool (*restore_part)(Tensor& part);
     // CUDA graphs launch all kernels of a step by one call. graphs_take says whether they can run
@@ -96,11 +99,13 @@ struct FastWays {
     void (*allocate_shared)(const Communicator& c, const Job& f);
     void (*free_shared)(const Communicator& c);
     WorkPtr (*all_reduce_beside)(const Communicator& c, const Tensor& t, Reduction how);
-    // Results of checkpoints that wait in host memory. From keep_on_host(room) on up to so many
-    // bytes of it are used, where no CUDA graph hides launches; kept_on_host returns the most that
-    // the latest forward has used, a planned one included. A checkpoint on the tape, but none
-    // within another, runs keeping(f) in place of f. In its first run linear and flash_outputs keep
-    // their results, which nobody writes to afterwards; in its second they need not compute them.
+    // Results of checkpoints that wait in host memory, so that backward need not compute them
+    // again, in steps that no CUDA graph runs (context.each_launch). keep_on_host allows so many
+    // bytes of it; 0: nothing is kept. kept_on_host returns the most that the latest forward has
+    // used; a forward on META counts, too. model.cu gives its checkpoints keeping(f) in place of f,
+    // but not nested ones. In the first run of such an f, linear (swiglu calls it) and
+    // flash_outputs copy their results to the host, so nobody may write to these results
+    // afterwards. In its second run they return the copies, and compute only what found no room.
     void (*keep_on_host)(size_t room);
     size_t (*kept_on_host)();
     function<UnaryOp> (*keeping)(const function<UnaryOp>& f);

@@ -8,6 +8,19 @@
 // per column where a column is summed. fast/layers.cu has faster kernels for three of the ops; a
 // usual build takes those on a GPU (see ops()).
 //
+// What the ops use of lib/ (lib/tensor.cu walks one op through forward and backward):
+//   record(y, {x}, f)         gives y a gradient and puts f on the tape; in backward f(dy) adds to
+//                             x's gradient
+//   add_gradient(g, dx)       adds dx to the gradient g
+//   gradient_target(g, &add)  returns g's tensor, for a kernel that writes a gradient itself; where
+//                             add becomes true, the kernel adds to what the tensor holds
+//   write_gradient(g, f)      calls f with such a tensor and `add`, always in g's own dtype
+//   detached(x)               returns x's data without its gradient
+//   recompute_by(y, f)        with context.recompute: linear(y, w) calls f in backward to make y
+//                             again, instead of keeping it
+//   Range                     names the work of its scope in traces and in the memory log
+//   META                      a device without data: a run on it only counts memory
+//
 // T is the compute type (under autocast bf16 or fp16), X the type of the residual stream x and of
 // the weights: fp32, or in pure bf16 bf16. Arithmetic is fp32: Wide<T>, which is double where tests
 // compute in float64. Sums are fp32 on the GPU and double on the CPU.
@@ -18,7 +31,7 @@
 // From a tensor's dtype to a kernel's types
 //
 // A tensor knows its type at run time, a kernel has to know it at compile time. Each fused op
-// therefore calls with_types() with a function that is compiled for every pair of types, and
+// therefore calls with_types() with a function that is compiled for each pair that occurs, and
 // with_types() runs the one that fits its tensors. RUN (lib/gpu.h) then chooses between loop and
 // kernel. In fp32 the whole call
 //   with_types(y, x, [&](auto zero, auto x_zero) {
@@ -31,9 +44,12 @@
 
 constexpr int THREADS = 256, ROW_THREADS = 512;  // of a block; of one that has a row
 
-// Runs f(zero, x_zero). Nobody reads their values: zero's type says T, that of t's dtype, +zero's
-// says Wide<T>, and x_zero's says X, that of x's dtype. On META it does nothing. An op without x
-// passes t twice and uses T alone.
+// Runs f(zero, x_zero). zero has the type T of t's dtype, x_zero the type X of x's dtype; nobody
+// reads their values. On META it does nothing. Five pairs of types occur:
+//   T  float  bf16   bf16  fp16   double
+//   X  float  float  bf16  float  double
+// So X is bf16 where t and x both are. Else X is Wide<T>, the type of +zero (see with_gpu_type in
+// lib/lib.h). An op without x passes t twice and uses T alone.
 template <class Fn>
 static void with_types(const Tensor& t, const Tensor& x, Fn f) {
     if (t.device() == META) { return; }
@@ -59,11 +75,11 @@ static const LayerOps& ops();
 // Adds delta to *x, if there is one, and returns y. Autograd knows the backward of each step.
 static Tensor add_rmsnorm_eager(Tensor* x, const Tensor& delta, const Tensor& w, float eps) {
     if (delta) {
-        Range r("residual");
+        Range range("residual");
         *x = add(*x, delta);
     }
 
-    Range r("rmsnorm");
+    Range range("rmsnorm");
     Tensor wide = x->dtype == BF16 ? cast(*x, F32) : *x;
     Tensor normed = mul(wide, rsqrt(add_scalar(mean_last(square(wide)), eps)));
     return cast(mul(w, normed), x->dtype);
@@ -208,7 +224,7 @@ __global__ void rmsnorm_dw_kernel(X* dw,  // [C]
 }
 #endif
 
-// Runs the forward where y is. x is x_in itself where delta is null.
+// Runs the forward on y's device. If delta is null, x is x_in itself.
 static void add_rmsnorm_run(const Tensor& y, const Tensor& x, const Tensor& r, const Tensor& x_in,
                             const Tensor& delta, const Tensor& w, float eps) {
     const int64_t C = w.size();
@@ -218,7 +234,7 @@ static void add_rmsnorm_run(const Tensor& y, const Tensor& x, const Tensor& r, c
             delta.as(zero), w.as(x_zero), N, C, eps);
     });
 }
-// Runs the backward where dx is. dx_low is null where nobody wants the rounded copy.
+// Runs the backward on dx's device. dx_low is null if nobody wants the rounded copy.
 static void rmsnorm_backward(const Tensor& dx, bool add_dx, const Tensor& dx_low, const Tensor& dw,
                              bool add_dw, const Tensor& dy, const Tensor& x, const Tensor& r,
                              const Tensor& w) {
@@ -238,11 +254,17 @@ static void rmsnorm_backward(const Tensor& dx, bool add_dx, const Tensor& dx_low
 //   x_in  --+--> x = x_in + delta --+--> y = norm(x)  --> attention, or the feed-forward
 //   delta --+                       +-------------------> the next *x_io
 //
-// Backward runs y's step first. By then all later readers of x have added to x's gradient, so
-// gradient_target gives that, with add_dx = true (ln_final's x has no other reader: there it is
-// false). y's step adds its own part; where delta is 16-bit
-// and x is not, it rounds the sum into dx_low, too. x's step then passes dx to x_in, and to delta
-// dx_low or else dx, so no cast is needed.
+// Backward runs y's step first. All later readers of x, as the next *x_io, have added to x's
+// gradient by then. So gradient_target returns a tensor that holds their part, and with add_dx true
+// the kernel adds y's part. (ln_final's x has no later reader: there add_dx is false.) Then x's
+// step passes the whole dx to x_in and to delta.
+//
+// Where delta has 16 bits and x has not, delta's gradient has to be a 16-bit copy of dx. The kernel
+// of y's step writes this copy, too, so no kernel of its own has to cast. Both steps share the
+// pointer dx_low: y's step puts the copy there, and x's step takes it away.
+//
+// With context.recompute linear() does not keep y: its backward makes y again from x, which y's
+// step keeps anyway. That call has no delta, so it leaves `same` as it is.
 static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor& w, float eps) {
     Range range("rmsnorm");
     Tensor x_in = *x_io;
@@ -358,8 +380,10 @@ struct Rope {
     int D;
     bool backward;
 
-    // Does pair i, of C/2, of a row. qkv has B T 3 rows of C; row % 3 says whether it is q's, k's
-    // or v's.
+    // Moves pair i of a row. A row is q, k or v of one position: C elements, which are C/2 pairs.
+    // The rows [B,T,3] are counted by one number, row = (b positions + t) 3 + which; and pair i is
+    // the elements d and d + 1 of head h. `joined` is where the pair lies in qkv, `apart` where it
+    // lies in q, k or v. Where these are null both are the same place, and v stays as it is.
     HD void operator()(int row, int i) const {
         const int which = row % 3;
         const int t = row / 3 % positions;
@@ -538,6 +562,7 @@ Tensor swiglu(const Layer& layer, const Tensor& y) {
         return mul(mul(a, sigmoid(a)), b);
     }
 
+    // fast_ways.linear gives what linear() gives: see fast_ways.h.
     Tensor h = fast_ways.linear ? fast_ways.linear(y, layer.w13) : linear(y, layer.w13);
     Range r("swiglu");
     Tensor g = swiglu_forward(h);
@@ -620,8 +645,7 @@ static void cross_entropy_backward_cpu(T* dl,                    // [rows,V]
 }
 
 #ifdef HAVE_CUDA
-// Computes loss and lse of a row per block. The maximum starts from a finite number: logits of -inf
-// then add exp(-inf) = 0, where -inf - -inf would be NaN.
+// Computes loss and lse of a row per block, as cross_entropy_cpu.
 template <class T>
 __global__ void cross_entropy_kernel(Wide<T>* loss,       // [N]
                                      Wide<T>* lse,        // [N]
@@ -660,7 +684,7 @@ __global__ void cross_entropy_backward_kernel(T* dl,                 // [rows,V]
 }
 #endif
 
-// Runs the forward where the logits l [N,V] are.
+// Runs the forward on the device of the logits l [N,V].
 static void cross_entropy_run(const Tensor& loss, const Tensor& lse, const Tensor& l,
                               const Tensor& targets) {
     const int64_t N = l.dim(0);
@@ -669,7 +693,7 @@ static void cross_entropy_run(const Tensor& loss, const Tensor& lse, const Tenso
             targets.as<int>(), N, l.dim(1));
     });
 }
-// Runs the backward where the logits l [rows,V] are, for a loss that is the mean over N rows.
+// Runs the backward on the device of the logits l [rows,V]. The loss is the mean over N rows.
 static void cross_entropy_backward(const Tensor& dl, const Tensor& l, const Tensor& lse,
                                    const Tensor& targets, const Tensor& dloss, int64_t N) {
     const int64_t rows = l.dim(0);
@@ -687,10 +711,10 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets) {
     if (context.mode == EAGER) { return cross_entropy_eager(l, targets); }
 
     DType wide = l.dtype == F64 ? F64 : F32;
-    Tensor rows = empty({N}, wide);
+    Tensor row_losses = empty({N}, wide);
     Tensor lse = empty({N}, wide);
-    cross_entropy_run(rows, lse, l, targets);
-    Tensor loss = detached(mean_all(detached(rows)));
+    cross_entropy_run(row_losses, lse, l, targets);
+    Tensor loss = mean_all(row_losses);
 
     record(loss, {l}, [l, lse, targets](const Tensor& dloss) {
         // if we hold the only reference to the logits, dl overwrites them
@@ -715,7 +739,7 @@ Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, 
     Tensor x = reshape(autocast_operand(y), {N, C});
     Tensor w = autocast_operand(head);
     DType wide = x.dtype == F64 ? F64 : F32;
-    Tensor rows = empty({N}, wide), dx, dW;
+    Tensor row_losses = empty({N}, wide), dx, dW;
     if (context.recording) {
         dx = empty(x.shape, x.dtype);
         dW = empty(w.shape, wide, WORKSPACE);
@@ -732,7 +756,7 @@ Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, 
             Tensor t = view(targets, first, {n});
             Tensor lse = empty({n}, wide);
             gemm(l, part, false, w, true);
-            cross_entropy_run(view(rows, first, {n}), lse, l, t);
+            cross_entropy_run(view(row_losses, first, {n}), lse, l, t);
 
             if (!dx) { continue; }
             cross_entropy_backward(l, l, lse, t, one, N);
@@ -741,7 +765,7 @@ Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, 
         }
     }
 
-    Tensor loss = detached(mean_all(detached(rows)));
+    Tensor loss = mean_all(row_losses);
     record(loss, {x, w}, [dx, dW, gx = x.gradient, gw = w.gradient](const Tensor& dloss) {
         scale_in_place(dx, dloss);
         scale_in_place(dW, dloss);
@@ -808,8 +832,8 @@ double square_sum(const FlatGradients& gradients) {
     return sum;
 }
 
-// Updates the weights of each gradient op by op: of flat p, m and v the elements from its offset
-// on.
+// Mode eager's AdamW, op by op: steps, for each gradient, the elements of p, m and v from the
+// gradient's offset on.
 void adamw_eager(const Tensor& p_all, const FlatGradients& gradients, const Tensor& m_all,
                  const Tensor& v_all, AdamWScalars s) {
     Range range("optimizer");
@@ -840,7 +864,7 @@ __global__ void adamw_kernel(P* p,        // [n]
     if (i < n) { adamw_element(p + i, g[i], m + i, v + i, s); }
 }
 #endif
-// Updates n neighbouring weights and their moments, where they are.
+// Steps n neighbouring weights and their moments, in place, on context.device.
 template <class P, class G>
 static void adamw_range(P* p,        // [n]
                         const G* g,  // [n]
@@ -855,7 +879,7 @@ static void adamw_range(P* p,        // [n]
 #pragma omp parallel for simd if (n > 16384)
     for (int64_t i = 0; i < n; i++) { adamw_element(p + i, g[i], m + i, v + i, s); }
 }
-// Updates the same by one loop, or kernel, per gradient.
+// Steps the same elements as adamw_eager, by one loop, or one kernel, per gradient.
 void adamw_plain(const Tensor& p, const FlatGradients& gradients, const Tensor& m, const Tensor& v,
                  AdamWScalars s) {
     for (const FlatGradient& one : gradients) {
@@ -868,11 +892,12 @@ void adamw_plain(const Tensor& p, const FlatGradients& gradients, const Tensor& 
         });
     }
 }
+// Returns the numbers of step t = 1, 2, ...
 AdamWScalars scalars_of(const AdamW& a, int t, float gradient_scale) {
     double step_size = a.lr * sqrt(1 - pow(a.beta2, t)) / (1 - pow(a.beta1, t));
     return {1 - a.lr * a.weight_decay, a.beta1, a.beta2, a.eps, (float)step_size, gradient_scale};
 }
-// Does the same by the fastest way that is there.
+// Steps the same elements as adamw_plain, by fast/'s way if there is one.
 void adamw_update(const Tensor& p, const FlatGradients& gradients, const Tensor& m, const Tensor& v,
                   AdamWScalars s) {
     Range range("optimizer");

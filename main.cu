@@ -321,7 +321,9 @@ static void add_own_options(Adder& add, Options& o) {
 }
 
 // Hands what a command's row tells of its options to CLI11: defaults, REQUIRED and LIST. An option
-// that was typed keeps its value. CLI11 throws if the row names an option that was not added.
+// that was typed keeps its value. default_val() also writes the option's field, as Adder asked by
+// run_callback_for_default(): so a default may change after the words are parsed, too. CLI11 throws
+// if the row names an option that was not added.
 static void configure(CLI::App& app, const string& told) {
     std::istringstream words(told);
     CLI::Option* option = nullptr;
@@ -420,6 +422,7 @@ static bool parse_options(const Command& command, const vector<string>& words, O
     CLI::App app(command.what, "cs336 " + command.id);
     add_options(app, command, o);
     const bool runs = parse_words(app, words);
+    // Only the typed words say which edition it is. --help, below, shows that edition's defaults.
     if (o.edition == "2026") { configure(app, command.in_2026); }
     if (!runs) {
         printf("%s", app.help().c_str());

@@ -235,8 +235,8 @@ static Tensor feed_forward(const Layer& layer, const Tensor& n) {
     return linear(swiglu(layer, n), layer.w2);
 }
 using FeedForward = decltype(feed_forward);
-// A block, [B,T,C]. ffn: feed_forward, or one that gives the same and keeps less for backward
-// (section 3.2.1). The block's last part is added by the next norm, the next block's ln1 or
+// A block, [B,T,C]. ffn: feed_forward, or feed_forward_again, which gives the same and keeps less
+// for backward. The block's last part is added by the next norm, the next block's ln1 or
 // ln_final, or at the end of a checkpoint (run_blocks).
 static void run_block(const Model& model, const Layer& layer, FeedForward* ffn, Residual& x) {
     x += attention_part(model, layer, x.norm(layer.ln1));
@@ -244,12 +244,13 @@ static void run_block(const Model& model, const Layer& layer, FeedForward* ffn, 
 }
 
 // -------------------------------------------------------------------------------------------------
-// Units: the embedding, each block, the head. FSDP gathers the weights unit by unit: begin_unit
-// runs before a unit's ops, and end_unit puts a step on the tape that backward runs before them;
-// y_in is what the last of the ops gave, and y is y_in with that step. The head has no end_unit,
-// since backward starts there. The norms belong to no unit: every rank has them. The model has to
-// stay at its address. Backward comes to every unit's y on every rank, so all ranks start the same
-// collectives.
+// Units: the embedding, each block, the head. FSDP gathers the weights unit by unit, for forward
+// and once more for backward. begin_unit stands before a unit's ops and calls pre_forward. end_unit
+// stands behind them: it returns y_in, the last op's result, with one more step on the tape, which
+// calls pre_backward. Backward comes to this step before the unit's other steps, since the tape
+// runs from its end. The head has no end_unit: its weights are still there when backward begins.
+// The norms belong to no unit: every rank has them. The steps refer to the model, so it has to stay
+// at its address. Every rank's loss depends on every unit, so all ranks start the same collectives.
 
 void begin_unit(const Model& model, int unit) {
     if (model.pre_forward) { model.pre_forward(unit); }
@@ -264,7 +265,7 @@ Tensor end_unit(const Model& model, int unit, const Tensor& y_in) {
     return y;
 }
 
-// What is checkpointed: section 3.2.1, below.
+// Both stand below, under "Gradient checkpointing".
 static int run_checkpointed_blocks(const Model& model, Tensor* x);
 static FeedForward* feed_forward_of(int l);
 
@@ -381,9 +382,6 @@ Tensor infer(Model& model, const Tensor& tokens) {
     return logits;
 }
 
-float loss_scale_of(const LossScaler& scaler) {
-    return context.precision == PREC_FP16 ? scaler.scale : 1;
-}
 // Calls `step` with the factor by which it has to multiply the gradients: 1 / loss scale, times
 // what clips their norm to max_norm. Does not call it where the norm is not finite: a step would
 // then make all weights NaN. Returns the norm without the loss scale, or 0 if nobody asks for it.
@@ -416,7 +414,7 @@ void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler
         infer(model, batch.tokens);
         return;
     }
-    // so that the first step's peak is every step's
+    // The moments are made before forward, so that the first step's peak is every step's.
     if (phase == STEP) { make_optimizer_state(model); }
     forward_backward(model, batch, loss_scale_of(scaler), [&] { between(FORWARD); });
     if (phase == STEP) {
@@ -429,7 +427,7 @@ size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
     return planned_peak([&] {
         Model model = random_model(c, 0);
         LossScaler scaler;
-        reset_peak(META);  // another form of the weights is no part of the phase
+        reset_peak(META);  // what random_model copied on the way is no part of the phase
         run_phase(phase, model, random_batch(B, T, c.vocab_size, 0), scaler);
     });
 }
@@ -445,6 +443,8 @@ void train_step(Trainer& t, const vector<Batch>& batches) {
     vector<Tensor> losses;
     for (const Batch& batch : batches) {
         begin(&StepTimes::forward);
+        // Later batches add to the first one's gradients, unless after_backward has added these up
+        // elsewhere: then each batch overwrites those of the batch before.
         auto pass = losses.empty() || t.sums_gradients ? forward_backward : add_gradients;
         losses.push_back(pass(t.model, batch, loss_scale_of(t.scaler) / batches.size(),
                               [&] { begin(&StepTimes::backward); }));
@@ -557,7 +557,7 @@ static StepRun after_warmup(StepRun r, int warmup, int n) {
     return r;
 }
 
-struct Setting {  // a precision and a mode, or what a table calls them
+struct Setting {  // the runs in one precision and mode; name: what a table calls these two
     string name;
     vector<StepRun> runs;  // by size
 };
@@ -597,15 +597,15 @@ static vector<Sweep> sweeps_of(Options o) {
 static double last_part_ms(Phase phase, Model& model, const Batch& batch, LossScaler& scaler) {
     double begin = now_ms();
     run_phase(phase, model, batch, scaler, [&](Phase done) {
-        if (done + 1 < phase) { return; }
+        if (done + 1 < phase) { return; }  // the next part is not the last
         synchronize();
         begin = now_ms();
     });
     synchronize();
     return now_ms() - begin;
 }
-// Times phases of a model in context's precision and mode, each with its last part, and returns the
-// times, the peaks that were predicted, and those that were seen.
+// Times phases of a model in context's precision and mode. Returns for each phase its PassRun and,
+// but for forward, that of its last part: run and last. Only run has the peak that was seen.
 static StepRun measure_model(const ModelConfig& c, const Options& o, const vector<Phase>& phases) {
     StepRun r{c, context.precision, context.mode};
     const int B = o.batch_size, T = o.context_length;
@@ -628,7 +628,7 @@ static StepRun measure_model(const ModelConfig& c, const Options& o, const vecto
         };
         const bool oom = run_if_fits(row_of(c, B, T, phase), run.predicted, measure,
                                      memory_use(context.device).now);
-        if (oom) { last.all.clear(); }
+        if (oom) { last.all.clear(); }  // the steps before memory ran out; run.all is still empty
 
         r.pass[phase] = run;
         if (phase != FORWARD) { r.pass[phase == STEP ? OPT_ONLY : BW_ONLY] = last; }
@@ -761,19 +761,19 @@ static void print_whole_steps(const vector<Setting>& settings, const Sweep& s) {
     print(table);
 }
 
-// Answers (c): compares a run after the most warm-up steps with the same run after fewer, `steps`
-// of which are counted. One slow step raises a cold mean and its deviation alike, so only the warm
-// run's deviation is noise.
-static void answer_warmup(const StepRun& cold, const vector<int>& warmup, int steps) {
+// Answers (c): counts one run twice, after the most warm-up steps (warm) and after fewer, and
+// compares the means of `steps` steps each. One slow step raises the mean after few warm-up steps
+// and its deviation alike, so only the warm deviation is noise.
+static void answer_warmup(const StepRun& run, const vector<int>& warmup, int steps) {
     bool first_is_slow = false;
     for (Pass pass : {FW, BW_ONLY}) {
-        const PassRun& warm = cold.pass[pass];
+        const PassRun& warm = run.pass[pass];
         if (!warm.ran()) { continue; }
         const double noise = max(warm.ms.std, SMALL_DEVIATION * warm.ms.mean);
 
         vector<string> verdicts;
         for (size_t i = 0; i + 1 < warmup.size(); i++) {
-            const double mean = after_warmup(cold, warmup[i], steps).pass[pass].ms.mean;
+            const double mean = after_warmup(run, warmup[i], steps).pass[pass].ms.mean;
             const double difference = mean - warm.ms.mean;
             if (fabs(difference) <= noise) {
                 verdicts.push_back(strprintf("level with %d", warmup[i]));
@@ -781,9 +781,10 @@ static void answer_warmup(const StepRun& cold, const vector<int>& warmup, int st
             }
             string verdict =
                 strprintf("%.2f times as long with %d", mean / warm.ms.mean, warmup[i]);
-            if (difference > 0) {  // by a step that only the cold mean counts
-                const auto slowest = std::max_element(warm.all.begin() + warmup[i],
-                                                      warm.all.begin() + warmup.back());
+            if (difference > 0) {  // by a step that only this mean counts
+                const auto slowest =
+                    std::max_element(warm.all.begin() + warmup[i],
+                                     warm.all.begin() + min(warmup[i] + steps, warmup.back()));
                 const int step = (int)(slowest - warm.all.begin()) + 1;
                 if (step == 1) { first_is_slow = true; }
                 verdict += strprintf(" (step %d: %.2f ms)", step, *slowest);
@@ -791,11 +792,11 @@ static void answer_warmup(const StepRun& cold, const vector<int>& warmup, int st
             verdicts.push_back(verdict);
         }
         answer("c", "Against %s, %s of %s is %s.", counted(warmup.back(), "warm-up step").c_str(),
-               pass_names[pass], cold.config.name.c_str(), list_of(verdicts).c_str());
+               pass_names[pass], run.config.name.c_str(), list_of(verdicts).c_str());
     }
 
     if (!first_is_slow) { return; }
-    const bool captures = fast_ways.graphs_take && cold.mode == FLASH && context.device == CUDA;
+    const bool captures = fast_ways.graphs_take && run.mode == FLASH && context.device == CUDA;
     answer("c", "The first step also %s%s, which raises mean and standard deviation.",
            context.device == CUDA
                ? "loads the kernels' code, creates the cuBLAS handle and grows the memory pool"
@@ -958,6 +959,7 @@ int cmd_benchmarking_mixed_precision(const Options& asked) {
         for (Mode mode : s.modes) {
             vector<Setting> settings;
             for (Precision precision : s.precisions) {
+                // On a CPU tf32 is fp32, so it runs only as the first setting.
                 if (precision == TF32 && context.device == CPU && !settings.empty()) { continue; }
                 settings.push_back(
                     {name_of(precision),
@@ -980,12 +982,12 @@ int cmd_benchmarking_mixed_precision(const Options& asked) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Gradient checkpointing: what backward runs again instead of keeping it. In a model of n blocks it
-// costs, where an input is a tensor like x, [B,T,C]:
+// Gradient checkpointing (2026, 3.2.1): what backward runs again instead of keeping it. lib/lib.h
+// has its forms. What two of them cost in a model of L blocks, with inputs like x, [B,T,C]:
 //
-//   checkpoints of   hold at most                                                run again
-//   k blocks each    n/k inputs, and all that one group of k blocks keeps        n blocks
-//   nested blocks    2 inputs, and all that one block keeps                      n (n - 1) / 2
+//   Checkpointing    hold at most                                                run again
+//   GROUPS of n      L/n inputs, and all that one group of n blocks keeps        L blocks
+//   NESTED           2 inputs, and all that one block keeps                      L (L - 1) / 2
 
 // Runs blocks [first, end) on x; returns what the last of them gives.
 static Tensor run_blocks(const Model& model, const Tensor& x_in, int first, int end) {
@@ -1000,7 +1002,7 @@ static Tensor run_in_groups(const Model& model, Tensor x, int end, int size) {
         auto group = [&model, first, past](const Tensor& x) {
             return run_blocks(model, x, first, past);
         };
-        x = checkpoint(keeping(group), x);
+        x = checkpoint(keeping(group), x);  // keeping(f) gives what f gives: see fast_ways.h
     }
     return x;
 }
@@ -1040,18 +1042,18 @@ static Tensor feed_forward_again(const Layer& layer, const Tensor& n) {
     auto gated = [&layer](const Tensor& n) { return swiglu(layer, n); };
     return checkpoint_linear(keeping(gated), n, layer.w2);
 }
-// Returns block l's feed-forward: the one that backward runs again, where the checkpointing is by
-// feed-forwards, else the plain one.
+// Returns block l's feed-forward. Backward runs it again in form FFN if l is one of the first n
+// blocks; in form BLOCKS if it is not, since there the first n blocks run again as a whole.
 static FeedForward* feed_forward_of(int l) {
     const Checkpointing& k = context.checkpoint;
     const bool again =
-        k.form == Checkpointing::FFN ? l < k.n : k.form == Checkpointing::BLOCKS && l >= k.n;
+        (k.form == Checkpointing::FFN && l < k.n) || (k.form == Checkpointing::BLOCKS && l >= k.n);
     return again ? feed_forward_again : feed_forward;
 }
 
 string name_of(const Checkpointing& k) {
     static const char* const by_form[] = {"none", "%d", "nested", "ffn:%d", "blocks:%d"};
-    if (k.form == Checkpointing::BLOCKS && k.n == 0) { return "ffn"; }
+    if (k.form == Checkpointing::BLOCKS && k.n == 0) { return "ffn"; }  // of all blocks
     return strprintf(by_form[k.form], k.n);
 }
 // Returns the checkpointing that name_of calls `name`. It tries every form, with the first number
@@ -1161,7 +1163,7 @@ static void answer_sizes(const vector<CheckpointRun>& runs, const string& model)
 // Runs one size: nesting on META alone, groups of blocks as real steps. Prints their table and the
 // answers.
 int cmd_gradient_checkpointing(const Options& asked) {
-    context.checkpoint = {Checkpointing::NESTED};  // sweeps_of refuses too many blocks
+    context.checkpoint = {Checkpointing::NESTED};  // so that sweeps_of refuses too many blocks
     const Sweep s = sweeps_of(asked)[0];
     const ModelConfig& c = s.configs[0];
     const int B = s.o.batch_size, T = s.o.context_length;

@@ -22,9 +22,10 @@ struct Accumulation {
     float sum;
     int stalled;  // after so many additions the sum did not move any more
 };
-// Runs the sum in `format` with x in `addend_format`; returns it, and when it stalled. Operations
-// run in fp32 and are then rounded to `format`. An fp32 sum that is rounded to p bits is the
-// correctly rounded sum where 24 >= 2 p + 2: fp16 has p = 11, bf16 has 8.
+// Runs the sum in `format` with x in `addend_format`; returns it, and when it stalled. Each sum is
+// rounded twice: to fp32's 24 significant bits, then to the p of `format`. If 24 >= 2 p + 2, that
+// gives the same as one rounding of the exact sum. p counts the leading 1 that is not stored: it is
+// 11 in fp16 and 8 in bf16.
 static Accumulation accumulate(DType format, DType addend_format) {
     float x = rounded(0.01f, addend_format), s = 0;
     int stalled = 0;
@@ -115,6 +116,8 @@ static vector<DType> toy_model_dtypes(Precision precision) {
     context.recording = true;
 
     const int64_t N = 8, in = 5, hidden = 10, out = 3;
+    // These leaves are no parameters (Gradient::is_parameter is false), so no mode matters here:
+    // autocast casts them for each product, as it casts activations, and their gradients are fp32.
     auto leaf = [](const Shape& shape, const char* name, float mean, float std) {
         Tensor t = empty(shape, F32, PARAMETERS);
         fill_normal(t, 0, key_of(name), mean, std);
@@ -185,4 +188,9 @@ void update_scale(LossScaler& scaler, bool found_inf) {
         if (isfinite(scaler.scale * 2)) { scaler.scale *= 2; }
         scaler.good_steps = 0;
     }
+}
+// Returns the factor on the loss. guarded_step (model.cu) divides the gradients by it again, skips
+// a step whose norm is not finite, and calls update_scale.
+float loss_scale_of(const LossScaler& scaler) {
+    return context.precision == PREC_FP16 ? scaler.scale : 1;
 }

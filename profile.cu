@@ -20,8 +20,8 @@ using Json = nlohmann::json;
 //   "rope", "swiglu", "rmsnorm"  layers.cu
 //   "layer"                      model.cu, around a block
 //   "optimizer"                  layers.cu, around AdamW
-//   "step", "forward"            profile_phase below; model.cu. Paths lose them, where they begin
-//   with them.
+//   "step", "forward"            profile_phase below; model.cu. range_paths() takes them off the
+//                                forward path with which a backward step's path ends
 // Whoever renames a range renames it here, too: else its share of the time becomes 0 % (a test of
 // --trace finds that).
 
@@ -144,7 +144,7 @@ struct ProfiledPhase {
 };
 struct ProfileRun {  // of one size and length
     ModelConfig config;
-    int B, T, passes;  // passes: in a trace
+    int B, T, passes;  // passes: in a trace, o.steps + 1
     ProfiledPhase forward{}, step{};
     Stats in_trace = stats_of({NAN});  // ms of a forward; NAN: none was traced
     string no_kernels = "";            // why none were traced
@@ -154,7 +154,7 @@ using ProfileRuns = vector<ProfileRun>;
 // Returns the time of the trace's forwards in ms, without the first: each lasts from its first
 // kernel's start to its last one's end. NAN: fewer than two were traced.
 static Stats forward_in_trace(const Trace& trace) {
-    // By the forward's outermost range: its first work, with the end of its last.
+    // By the forward's outermost range: its first work, of which `end` becomes the last end of all.
     map<int, TracedWork> forwards;
     for (const TracedWork& w : trace.work) {  // by start
         if (w.range < 0) { continue; }
@@ -187,6 +187,7 @@ static void profile_phase(ProfileRun& r, Phase phase, const Options& o, Traces& 
         p.ms = stats_of(time_ms(o.warmup[0], o.steps, pass));
 
         start_tracing();
+        // These are o.steps + 1 passes, which r.passes counts. Their times are the trace's.
         time_ms(1, o.steps, pass);
         Trace trace = stop_tracing();
         if (!o.trace.empty()) { traces.push_back(trace); }
@@ -405,8 +406,10 @@ static void answer_softmax(const ProfileRun& r) {
            fewer_flops * times_as_long);
 }
 
-// Chooses the runs whose numbers the answers give: of each size, or of the last one only, the
-// longest length whose step ran, or else the longest whose forward did.
+// Chooses the runs whose numbers the answers give. With each_size it is one of each size: the
+// longest whose step ran, or else the longest whose forward did. Without, it is one in all: the
+// last run whose step ran, or else the last whose forward did. So where no step of the largest size
+// fits, a smaller size is answered.
 static vector<const ProfileRun*> answered(const ProfileRuns& runs, bool each_size) {
     vector<const ProfileRun*> found;
     for (const ProfileRun& r : runs) {
@@ -660,8 +663,8 @@ struct BlockMemory {  // what one block saves for backward, bytes
     map<string, int64_t> by_op = {};
     // all of it; of it 16-bit copies of weights, which go when backward ends
     int64_t bytes = 0, copies = 0;
-    int64_t change = 0;   // of memory, while backward goes over the block
-    int64_t formula = 0;  // of its parameters' gradients
+    int64_t change = 0;   // of the bytes held, while backward goes over a block
+    int64_t formula = 0;  // bytes of its parameters' gradients, by their shapes
     // Backward frees what a block saved and leaves the gradients of its parameters; the gradient of
     // its input takes the place of that of its output.
     int64_t gradients() const { return change + bytes - copies; }
@@ -728,12 +731,13 @@ static BlockMemory saved_by(const MemoryRun& r, int blocks, uint64_t seed) {
         m.bytes += e.bytes;
         if (e.category == WEIGHT_COPIES) { m.copies += e.bytes; }
     }
+    // Backward left the last block at left[0] and the block before it at left[1].
     m.change = left[1] - left[0];
     return m;
 }
 // (f) Finds what one block saves for backward: what a model of three blocks saves more than one of
-// two. By the formula a block's gradients are those of four matrices C x C, three C x F, and two
-// norms.
+// two. `change` is that of the middle one of three. By the formula a block's gradients are those of
+// four matrices C x C, three C x F, and two norms.
 static void profile_block(MemoryRun& r, uint64_t seed) {
     ModelConfig largest = r.config;
     largest.num_layers = 3;
@@ -749,6 +753,8 @@ static void profile_block(MemoryRun& r, uint64_t seed) {
 
     const int64_t C = r.config.d_model, F = r.config.d_ff;
     const int64_t of_norm = size_of(weight_dtype(r.precision));
+    // Matrices have 16-bit gradients in pure_bf16 and, outside mode eager, where products take
+    // 16-bit copies of them (Gradient::value in lib/lib.h).
     const bool halved =
         of_norm == 2 || (context.mode != EAGER && size_of(matmul_dtype(r.precision)) == 2);
     r.block.formula = (4 * C * C + 3 * C * F) * (halved ? 2 : 4) + 2 * C * of_norm;

@@ -11,11 +11,6 @@
 
 // The least loss scale that is tried, fp16's smallest normal number.
 constexpr float LEAST_SCALE = 0x1p-14f;
-static void require_scale(const LossScaler& scaler) {
-    if (scaler.scale < LEAST_SCALE) {
-        fail("fp16: the gradients are not finite at any loss scale");
-    }
-}
 
 constexpr int BYTES = 256;  // the vocabulary
 using Text = vector<uint8_t>;
@@ -179,7 +174,8 @@ static void add_parts(NamedTensors& list, const string& prefix, const Model& mod
     }
 }
 // Reads the weights of a model, whose sizes it finds in their shapes. Fails, and names the tensor,
-// where one is missing, superfluous or of a wrong shape.
+// where one is missing, superfluous or of a wrong shape. Sets context.mode, which depends on the
+// sizes.
 static Model read_model(const Options& o) {
     const SafeTensors file = load_safetensors(o.weights);
     const set<string> floats = {"F32", "BF16"};
@@ -211,6 +207,11 @@ static Model read_model(const Options& o) {
     return model;
 }
 
+static void require_scale(const LossScaler& scaler) {
+    if (scaler.scale < LEAST_SCALE) {
+        fail("fp16: the gradients are not finite at any loss scale");
+    }
+}
 // Returns logits and loss, and leaves the gradients, multiplied by the loss scale. In fp16 the
 // scale halves until all gradients are finite.
 static NamedTensors logits_and_loss(Trainer& t, const Batch& batch) {

@@ -458,7 +458,7 @@ void start_memory_log(Device device) {
     log_start = now_ms();
     for (const Memory* m : live[device]) {
         vector<const char*> ranges;
-        if (*m->op) { ranges.push_back(m->op); }
+        if (*m->range_name) { ranges.push_back(m->range_name); }
         log_event(m, 0, true, ranges);
     }
     logging = true;
@@ -513,7 +513,7 @@ shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Sour
     auto memory = make_shared<Memory>();
     memory->device = device;
     memory->category = category;
-    memory->op = innermost_range();
+    memory->range_name = innermost_range();
     memory->at = at;
     void* place = nullptr;
     if (places && device != CPU && bytes > 0) {

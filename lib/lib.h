@@ -173,11 +173,12 @@ struct Context {  // the settings that PyTorch keeps globally, too
     // Backward computes the norms' outputs and SwiGLU's once more, instead of keeping them.
     bool recompute = false;
     Checkpointing checkpoint;
-    int head_chunk = 0;        // rows of the logits that the loss makes at a time; 0: all
-    bool each_launch = false;  // no CUDA graph may hide launches from a trace, or a part's marks
-    bool csv = false;          // print csv, not Markdown
-    bool silent = false;       // print(), answer() and sketch() do nothing: rank 0 writes for all
-    const char* sizes = "";    // "; sizes of --quick", for origin()
+    int head_chunk = 0;  // rows of the logits that the loss makes at a time; 0: all
+    // No CUDA graph may hide launches from a trace, buffers from the memory log, or a part's marks.
+    bool each_launch = false;
+    bool csv = false;        // print csv, not Markdown
+    bool silent = false;     // print(), answer() and sketch() do nothing: rank 0 writes for all
+    const char* sizes = "";  // "; sizes of --quick", for origin()
 };
 extern Context context;
 struct RestoreContext {  // gives the context back as it was, at the end of its scope
@@ -236,7 +237,7 @@ struct Memory {  // a buffer; it is freed, in the stream's order, when its last 
     size_t bytes;
     Device device;
     Category category;
-    const char* op;             // the innermost range that was open
+    const char* range_name;     // the innermost range that was open
     Source at;                  // the line that allocated it
     shared_ptr<Places> places;  // the places that were asked for its memory; null: none
     size_t number;              // what their take() returned for it
@@ -507,9 +508,9 @@ string to_string(const Comparison& c);
 struct Gradient {
     DType dtype;  // of the tensor that it belongs to ...
     Shape shape;  // ... and that tensor's shape
-    // The sum of what ops have added. It is null until the first adds, unless it is a view into a
-    // flat buffer, whose dtype then counts. Else its dtype is the tensor's, or for a parameter,
-    // outside mode eager, that of low_precision if this is set.
+    // The sum of what ops have added. A view into a flat buffer is there from the start, with the
+    // buffer's dtype. Any other value is null until the first op adds. Then it has the dtype above,
+    // or, for a parameter outside mode eager, that of low_precision if this is set.
     Tensor value;
     bool is_parameter = false;  // then `value` stays after backward ...
     bool filled = false;        // ... and this says whether it holds something

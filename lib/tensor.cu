@@ -293,7 +293,7 @@ uint64_t key_of(const string& name) {  // FNV-1a
 // of b's; and appends the step
 //     {output: y.gradient, inputs: {a.gradient, b.gradient}, backward}.
 //
-// Backward. backward_from(loss, 1) sets the loss's gradient to 1 and takes steps off the tape's
+// Backward. backward(loss) sets the loss's gradient to 1 and takes steps off the tape's
 // end. The steps of all ops that read y stand behind ours, so when ours is the last, they have all
 // added to y.gradient: its value dy is complete. It is moved out of y.gradient, and
 // step.backward(dy) calls
@@ -307,8 +307,8 @@ struct TapeStep {
     GradientPtr output;
     vector<GradientPtr> inputs;
     function<void(const Tensor& dy)> backward;
-    const char* op;  // the range that was open when it was recorded ...
-    int range;       // ... and that range's number in the trace
+    const char* range_name;  // of the range that was open when it was recorded ...
+    int range;               // ... and that range's number in the trace
 };
 static vector<TapeStep> tape;
 
@@ -342,7 +342,7 @@ void record(Tensor& y, const vector<Tensor>& inputs, function<void(const Tensor&
     y.gradient = new_gradient(y);
     step.output = y.gradient;
     step.backward = move(backward);
-    step.op = innermost_range();
+    step.range_name = innermost_range();
     step.range = innermost_traced_range();
     tape.push_back(move(step));
 }
@@ -423,7 +423,7 @@ void backward_from(const Tensor& y, const Tensor& dy) {
     while (!tape.empty()) {
         TapeStep step = move(tape.back());
         tape.pop_back();
-        Range range(step.op, step.range);
+        Range range(step.range_name, step.range);
         Tensor d = move(step.output->value);
         step.output->value = Tensor();
         try {
@@ -474,6 +474,8 @@ void clear_tape() {
 // bytes or more per FLOP, so bandwidth alone bounds it, and a chain of k of them moves k times the
 // bytes of one fused kernel.
 
+// Declares a function object. A is the type of the arithmetic; s is the constant of Scale,
+// AddScalar and Where.
 #define FUNCTOR(NAME, ARGUMENTS, EXPRESSION) \
     struct NAME {                            \
         double s = 0;                        \

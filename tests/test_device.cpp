@@ -249,12 +249,12 @@ TEST_CASE("measure: ranges name allocations") {
     Range outer("outer");
     {
         Range inner("inner");
-        CHECK(string(allocate(CPU, 4, WORKSPACE)->op) == "inner");
+        CHECK(string(allocate(CPU, 4, WORKSPACE)->range_name) == "inner");
         string elsewhere = "?";
         std::thread([&] { elsewhere = innermost_range(); }).join();
         CHECK(elsewhere == "");  // each thread has its own
     }
-    CHECK(string(allocate(META, 4, WORKSPACE)->op) == "outer");
+    CHECK(string(allocate(META, 4, WORKSPACE)->range_name) == "outer");
 }
 
 // -------------------------------------------------------------------------------------------------

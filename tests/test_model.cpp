@@ -1460,6 +1460,11 @@ TEST_CASE("answers step: benchmarking_script (c)") {
               "80.00 ms)"));
     CHECK(!has(second, "The first step also"));
     CHECK(!has(said(run(EAGER, {5, 5, 20, 20, 20})), "step 1"));  // the machine's speed has changed
+    // One timed step after one warm-up step is step 2: a later one is no reason.
+    StepRun one = step_run("small", FP32, EAGER, {}, {}, {});
+    one.pass[FW].all = {90, 30, 20, 80, 20};
+    const string few = printed([&] { answer_warmup(after_warmup(one, 4, 1), {1, 4}, 1); });
+    CHECK(has(few, "1.50 times as long with 1 (step 2: 30.00 ms)"));
     CHECK(said(run(EAGER, {})) == "");
     const FastWays before = fast_ways;
     fast_ways.graphs_take = [](const Model&) { return true; };
