@@ -1,6 +1,6 @@
-// fast_ways.h: what layers.cu and fast/ share: AdamW on flat weights, a sigmoid; and the tables by
-// which fast/ enters layers.cu, flash.cu, model.cu, ddp.cu and fsdp.cu. Read these files' plain
-// ways first: without fast/ they are all there is.
+// fast_ways.h: what layers.cu, flash.cu and fast/ share: AdamW on flat weights, a sigmoid, what
+// attention's forward gives; and the tables by which fast/ enters layers.cu, flash.cu, model.cu,
+// ddp.cu and fsdp.cu. Read these files' plain ways first: without fast/ they are all there is.
 #pragma once
 #include "cs336.h"
 
@@ -45,6 +45,7 @@ HD inline A sigmoid_of(A a) {
     return 1 / (1 + exp(-a));
 }
 
+// -------------------------------------------------------------------------------------------------
 // flash.cu: O [B,T,C] and L [B,H,T] of causal attention on qkv [B,T,3C]; nothing is recorded.
 struct FlashOutputs {
     Tensor o, L;
@@ -113,6 +114,11 @@ struct FastWays {
     FlashOutputs (*flash_outputs)(const Tensor& qkv, int H);
 };
 inline FastWays fast_ways;
+// A file of fast/ enters its ways by a line that runs while the program loads, as AddRow's do:
+//   static const EnterWays entered([] { fast_ways.adamw = update; });
+struct EnterWays {
+    EnterWays(const Job& enter) { enter(); }
+};
 // Runs f, in which all ranks allocate the tensors that collectives move.
 inline void allocate_shared(const Communicator& c, const Job& f) {
     if (fast_ways.allocate_shared) {

@@ -947,8 +947,8 @@ static AttentionTensors tensors_of(const Tensor& qkv, int H, const FlashOutputs&
 }
 FlashOutputs flash_outputs(const Tensor& qkv, int H) {
     const int64_t B = qkv.dim(0), T = qkv.dim(1), C = qkv.dim(2) / 3;
-    const FlashOutputs out{empty({B, T, C}, qkv.dtype), empty({B, H, T}, F32)};
     const AttentionImpl& impl = require_flash(qkv.device(), qkv.dtype, C / H);
+    const FlashOutputs out{empty({B, T, C}, qkv.dtype), empty({B, H, T}, F32)};
     run_pass(impl.forward, tensors_of(qkv, H, out));
     return out;
 }

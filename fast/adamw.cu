@@ -55,7 +55,6 @@ __global__ void convert_halves_kernel(float* whole, uint16_t* halves, int64_t n,
 #endif
 // Splits the weights of a part in place, or joins them, by way of a whole copy.
 static void convert_part(const Tensor& part, bool split) {
-    NoGrad no_grad;
     int64_t n = part.size();
     Tensor whole = empty(part.shape, F32, WORKSPACE);
     auto* halves = (uint16_t*)part.data;
@@ -285,13 +284,11 @@ static void update(const Tensor& p, const FlatGradients& gradients, const Tensor
         update_one(p, {one}, m, v, s);
     }
 }
-// Enters these ways where the program starts; nobody reads `entered`.
-[[maybe_unused]] static const bool entered = [] {
+static const EnterWays entered([] {
     fast_ways.adamw = update;
     fast_ways.keep_weights = keep_weights;
     fast_ways.ready_weights = ready_weights;
     fast_ways.restore_weights = restore_weights;
     fast_ways.keep_part = keep_part;
     fast_ways.restore_part = restore_part;
-    return true;
-}();
+});

@@ -227,11 +227,9 @@ static bool by_graphs(const Model& model) {
     return context.mode == FLASH && context.device == CUDA && !context.each_launch &&
            !model.gradients;
 }
-// Enters these ways where the program starts; nobody reads `entered`.
-[[maybe_unused]] static const bool entered = [] {
+static const EnterWays entered([] {
     fast_ways.graphs_take = by_graphs;
     fast_ways.forward_backward = forward_backward_by_graphs;
     fast_ways.infer = infer_by_graph;
-    return true;
-}();
+});
 #endif

@@ -323,9 +323,5 @@ static const LayerOps packed_ops = {
     add_rmsnorm_packed, rmsnorm_backward_packed, rotate_packed,
     swiglu_packed,      swiglu_backward_packed,
 };
-// Enters these ways where the program starts; nobody reads `entered`.
-[[maybe_unused]] static const bool entered = [] {
-    fast_ways.layers = &packed_ops;
-    return true;
-}();
+static const EnterWays entered([] { fast_ways.layers = &packed_ops; });
 #endif

@@ -63,11 +63,9 @@ static Mark start_copy(const Tensor& to, const Tensor& from) {
     return mark();
 }
 // Lets the compute stream wait for a copy to or from k.here.
-static void await_copy(const KeptResult& k) {
+static void await_copy([[maybe_unused]] const KeptResult& k) {
 #ifdef HAVE_CUDA
     if (k.here.device() == CUDA) { await(stream(), k.is_there); }
-#else
-    (void)k;
 #endif
 }
 
@@ -203,8 +201,7 @@ static function<UnaryOp> numbered(const function<UnaryOp>& f) {
     };
 }
 
-// Enters these ways where the program starts; nobody reads `entered`.
-[[maybe_unused]] static const bool entered = [] {
+static const EnterWays entered([] {
     fast_ways.keep_on_host = [](size_t bytes) {
         room = bytes;
         most_in_use = 0;
@@ -213,5 +210,4 @@ static function<UnaryOp> numbered(const function<UnaryOp>& f) {
     fast_ways.keeping = numbered;
     fast_ways.linear = linear_kept;
     fast_ways.flash_outputs = flash_outputs_kept;
-    return true;
-}();
+});

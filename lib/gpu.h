@@ -75,9 +75,10 @@ void nccl_check(ncclResult_t result, const char* call);
 #define LAUNCH(...) fail("this build is for the CPU only")
 #endif
 
+inline int ceil_div(int64_t a, int64_t b) { return (int)((a + b - 1) / b); }
+
 #ifdef __CUDACC__  // a file with kernels
 constexpr int WARP = 32;
-inline int ceil_div(int64_t a, int64_t b) { return (int)((a + b - 1) / b); }
 // Returns the number of this thread among all of a grid of one dimension.
 __device__ inline int64_t thread_number() { return blockIdx.x * (int64_t)blockDim.x + threadIdx.x; }
 __device__ inline float warp_sum(float x) {

@@ -186,9 +186,9 @@ static void multiply_cpu(const Product& p) {
     bool by_rows = C.rows >= C.cols;
     int64_t side = by_rows ? C.rows : C.cols;
     const int64_t least = 32;  // rows or columns in a slice
-    int64_t slices = min<int64_t>(omp_get_max_threads(), (side + least - 1) / least);
+    int slices = min(omp_get_max_threads(), ceil_div(side, least));
     if (C.batch > 1) { slices = 1; }
-    int64_t slice = (side + slices - 1) / slices;
+    int64_t slice = ceil_div(side, slices);
 
 #pragma omp parallel for collapse(2) schedule(dynamic) if (C.batch * slices > 1)
     for (int64_t i = 0; i < C.batch; i++) {
@@ -201,8 +201,8 @@ static void multiply_cpu(const Product& p) {
             T* c = (T*)C.data + i * C.batch_stride + row * C.ld + col;
             T* a = (T*)A.data + i * A.batch_stride + row * next_row;
             T* b = (T*)B.data + i * B.batch_stride + col * next_column;
-            blas_product<T>(c, C.ld, a, A.ld, p.transpose_a, b, B.ld, p.transpose_b, rows, cols,
-                            p.K, p.alpha, p.beta);
+            blas_product(c, C.ld, a, A.ld, p.transpose_a, b, B.ld, p.transpose_b, rows, cols, p.K,
+                         p.alpha, p.beta);
         }
     }
 }
@@ -244,7 +244,6 @@ static Tensor fp32_copy(const Tensor& t) { return t.dtype == F32 ? t : copy_as(t
 // rounded once, to out's dtype.
 static void multiply_copies(const Tensor& out, const Tensor& a, bool ta, const Tensor& b, bool tb,
                             double alpha, double beta) {
-    NoGrad no_grad;
     Tensor wa = fp32_copy(a), wb = fp32_copy(b);
     if (out.dtype == F32) { return multiply(out, wa, ta, wb, tb, alpha, beta); }
 

@@ -16,7 +16,6 @@
 #include <mutex>
 #include <sstream>
 #include <thread>
-#include <utility>
 
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -123,7 +122,8 @@ static pid_t start_rank(int r, int n, const vector<string>& arguments) {
 // Returns the ms since *last, and sets *last to now. More than 100 ms show that this process slept
 // itself, as after Ctrl-Z and fg or with a laptop's lid closed: they count as 100.
 static double tick_ms(double* last) {
-    const double before = std::exchange(*last, now_ms());
+    const double before = *last;
+    *last = now_ms();
     return min(*last - before, 100.0);
 }
 
@@ -344,7 +344,8 @@ static void watch(Links& links) {
 
         std::deque<WorkPtr>& under_way = links.under_way;
         while (!under_way.empty() && has_ended(*under_way.front())) { under_way.pop_front(); }
-        const WorkPtr before = std::exchange(oldest, under_way.empty() ? nullptr : under_way[0]);
+        const WorkPtr before = oldest;
+        oldest = under_way.empty() ? nullptr : under_way[0];
         if (!oldest || oldest != before) {
             waited_s = 0;
             continue;

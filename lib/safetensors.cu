@@ -230,8 +230,7 @@ void save_safetensors(const string& path, const vector<pair<string, FileTensor>>
     replace_file(path, [&](FILE* file) {
         uint64_t n = text.size();
         bool ok = fwrite(&n, 8, 1, file) == 1 && fwrite(text.data(), 1, n, file) == n;
-        for (const auto& entry : order) {
-            const FileTensor& t = entry.second;
+        for (const auto& [name, t] : order) {
             ok = ok && (t.bytes == 0 || fwrite(t.data, 1, t.bytes, file) == t.bytes);
         }
         return ok;

@@ -26,9 +26,9 @@ int64_t count(const Shape& shape) {
     return n;
 }
 string to_string(const Shape& shape) {
-    string s = "[";
-    for (size_t i = 0; i < shape.size(); i++) { s += (i > 0 ? ", " : "") + to_string(shape[i]); }
-    return s + "]";
+    vector<string> sizes;
+    for (int64_t d : shape) { sizes.push_back(to_string(d)); }
+    return "[" + join(sizes, ", ") + "]";
 }
 int64_t size_of(DType t) {
     static const int64_t bytes[] = {4, 2, 2, 8, 4, 1};  // in DType's order
@@ -152,7 +152,7 @@ vector<double> to_doubles(const Tensor& t) {
 }
 vector<float> to_floats(const Tensor& t) {
     vector<double> values = to_doubles(t);
-    return vector<float>(values.begin(), values.end());
+    return {values.begin(), values.end()};
 }
 // Makes a tensor on the CPU from the values, rounded to the dtype, and moves it to context.device.
 template <class From>
@@ -161,7 +161,7 @@ static Tensor from_values(const vector<From>& values, const Shape& shape, DType 
         fail("%zu values for shape %s", values.size(), to_string(shape).c_str());
     }
     Tensor t = empty_on(CPU, shape, dtype, INPUTS);
-    for (size_t i = 0; i < values.size(); i++) { store<From>(t.data, dtype, i, values[i]); }
+    for (size_t i = 0; i < values.size(); i++) { store(t.data, dtype, i, values[i]); }
     return to_device(t, context.device);
 }
 Tensor from_floats(const vector<float>& values, const Shape& shape, DType dtype) {
@@ -347,7 +347,9 @@ void record(Tensor& y, const vector<Tensor>& inputs, function<void(const Tensor&
     tape.push_back(move(step));
 }
 
-// Sums dx over the dimensions in which `shape` is 1 or missing: the transpose of broadcasting.
+// Sums dx over the dimensions in which `shape` is 1 or missing: the transpose of broadcasting. It
+// can sum over the last dimension and over the first ones, and fails where another one is 1: of
+// [4,1,8], say.
 static Tensor sum_to(const Tensor& dx, const Shape& shape);
 
 // Adds dx, summed to g's shape and cast to its dtype. The first dx is not copied: g shares its
@@ -409,7 +411,6 @@ void recompute_by(const Tensor& y, const function<Tensor()>& again) {
     if (context.recompute && y.gradient) { y.gradient->recompute = again; }
 }
 void backward(const Tensor& loss, float scale) {
-    NoGrad no_grad;
     backward_from(loss, add_scalar(zeros(loss.shape, loss.dtype), scale));
 }
 
@@ -966,7 +967,7 @@ static void reduce_cpu(const F& f, const Tensor& y, const Tensor& x, int64_t ste
         for (int64_t k = 0; k < K; k++) {
             value = f(load<double>(x.data, x.dtype, i * step + k * k_step), value);
         }
-        store<double>(y.data, y.dtype, i, value * factor);
+        store(y.data, y.dtype, i, value * factor);
     }
 }
 // Returns factor * (f over a's last dimension), which becomes 1.
@@ -1003,6 +1004,12 @@ static Tensor sum_to(const Tensor& dx, const Shape& shape) {  // told above add_
         d = reduce_last(Sum(), d, 1);
     }
     if (d.size() == count(shape)) { return reshape(d, shape); }
+
+    auto first = shape.begin();
+    while (first != shape.end() && *first == 1) { first++; }
+    if (!std::equal(first, shape.end(), d.shape.end() - (shape.end() - first))) {
+        fail("backward: cannot sum a gradient to %s", to_string(shape).c_str());
+    }
     return sum_columns(d, shape);
 }
 

@@ -371,8 +371,10 @@ struct CountsFlash {
     inline static void (*forward)(const AttentionTensors&) = nullptr;
     std::list<AttentionImpl> all = table_of<AttentionImpl>();
     CountsFlash() {
+        count = 0;
         for (AttentionImpl& i : table_of<AttentionImpl>()) {
             if (i.device != CPU || !i.forward) { continue; }
+            REQUIRE(!forward);  // it is one row's
             forward = i.forward;
             i.forward = [](const AttentionTensors& t) {
                 count++;
@@ -380,7 +382,10 @@ struct CountsFlash {
             };
         }
     }
-    ~CountsFlash() { table_of<AttentionImpl>() = all; }
+    ~CountsFlash() {
+        table_of<AttentionImpl>() = all;
+        forward = nullptr;
+    }
 };
 struct Kept {           // of a forward for its backward
     size_t held, peak;  // bytes; peak: of both
@@ -401,10 +406,9 @@ static Kept run_kept(const ModelConfig& config, int B, int T) {
     k.held = memory_use(context.device).now - before;
     {
         const CountsFlash flash;
-        const int before_backward = flash.count;
         start_tracing();
         backward(loss);
-        k.flash_forwards = flash.count - before_backward;
+        k.flash_forwards = flash.count;
     }
     const Trace trace = stop_tracing();
     auto is_product = [](const TracedRange& r) { return r.name == string("matmul"); };

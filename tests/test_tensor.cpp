@@ -372,6 +372,18 @@ TEST_CASE_TEMPLATE("what does not fit fails", D, OnCPU, OnCUDA) {
                     Failure);
     CHECK_THROWS_AS(matmul(a, a), Failure);
     CHECK_THROWS_AS(add(a, b), Failure);
+    // A gradient is summed over the last dimension, and over the first ones.
+    for (const Shape& shape : {Shape{2, 1, 4}, {1, 1, 4}, {3, 1}, {1}, {2, 1, 1}}) {
+        Tensor x = require_gradient(normals(shape, F32, 1));
+        auto run = [&] { backward(mean_all(mul(x, normals({2, 2, 3, 4}, F32, 2)))); };
+        if (shape.size() < 3 || shape[0] == 1) {
+            run();
+            CHECK(x.gradient->value.shape == shape);
+        } else {
+            CHECK_THROWS_AS(run(), Failure);
+            clear_tape();
+        }
+    }
     CHECK_THROWS_AS(reshape(a, {5}), Failure);
     CHECK_THROWS_AS(reshape(a, {7}), Failure);
     CHECK_THROWS_AS(view(a, 4, {3}), Failure);
