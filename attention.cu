@@ -63,7 +63,8 @@ static Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v,
 
 constexpr int GRID_BATCH = 8;
 
-// At the end of this file.
+// Returns the bytes that a forward and a backward hold at most, predicted. It is defined among the
+// last functions of this file, with the others that run an implementation.
 static size_t peak_of_passes(const AttentionImpl& impl, const AttentionCase& c, DType dtype);
 
 // Returns a timer that takes n runs, after 3 others.
@@ -174,8 +175,8 @@ int cmd_pytorch_attention(const Options& o) {
 // elements per entry, eager's five kernels move 8. Its maxima start from a finite number: a score
 // of -inf then adds exp(-inf) = 0, where -inf - -inf would be NaN.
 
-// Makes S [N,Tk] P, and writes L [N] if it is not null. Sums are fp64. Small arrays stay on one
-// core: to start the others would take longer.
+// Overwrites S [N,Tk] with P, and writes L [N] if it is not null. Sums are fp64. Small arrays stay
+// on one core: to start the others would take longer.
 template <class T>
 static void softmax_cpu(T* S, Wide<T>* L, int64_t N, int Tq, int Tk, bool causal) {
     using Number = Wide<T>;
@@ -192,7 +193,7 @@ static void softmax_cpu(T* S, Wide<T>* L, int64_t N, int Tq, int Tk, bool causal
     }
 }
 
-// Makes dP [N,Tk] dS, given P [N,Tk].
+// Overwrites dP [N,Tk] with dS, given P [N,Tk].
 template <class T>
 static void softmax_backward_cpu(T* dP, const T* P, int64_t N, int Tq, int Tk, bool causal) {
     using Number = Wide<T>;
@@ -213,7 +214,8 @@ static void softmax_backward_cpu(T* dP, const T* P, int64_t N, int Tq, int Tk, b
 constexpr int ROW_THREADS = 256;  // of a block of the kernels with a warp per row: 8 rows
 
 // Does what softmax_cpu does, with a warp per row: neighbouring lanes read neighbouring columns,
-// and a short row's second pass finds it in L1. The macro RUN, below, calls it on a GPU:
+// and a short row's second pass finds it in L1. softmax_in_place, below, has RUN(softmax, ...), a
+// macro of lib/gpu.h. It calls softmax_cpu or, on a GPU,
 //   softmax_kernel<<<ceil_div(N * WARP, ROW_THREADS), ROW_THREADS, 0, stream()>>>(S, L, N, Tq, Tk,
 //                                                                                 causal);
 // that is so many blocks of 256 threads, no dynamic shared memory, in the compute stream.
@@ -267,8 +269,8 @@ __global__ void softmax_backward_kernel(T* dP,       // [N,Tk]
 }
 #endif
 
-// Does one of the two on arrays [B,H,Tq,Tk]: without P it makes the scores x P, and writes L
-// [B,H,Tq] if there is one; given P, x is dP and becomes dS.
+// Overwrites x [B,H,Tq,Tk]. If P is null, x holds the scores S and becomes P, and L [B,H,Tq] is
+// written if it is not null. Else x holds dP and becomes dS. (+zero has the type Wide<T> of L.)
 static void softmax_in_place(const Tensor& x, const Tensor& L, const Tensor& P, bool causal) {
     Range range("softmax");
     const int Tq = (int)x.dim(-2), Tk = (int)x.dim(-1);

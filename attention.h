@@ -37,10 +37,11 @@ HD inline T* row_at(const Heads& x, int i) {
 // The causal mask: query i sees keys 0 to keys_seen - 1. (Naive makes it a tensor; kernels in tiles
 // know it by tile.)
 HD inline int keys_seen(bool causal, int i, int Tk) { return causal && i + 1 < Tk ? i + 1 : Tk; }
-// What backward's kernels (but Hopper's) read of a query: L log2(e), so that P = exp2(S log2(e) -
-// L), and D_i of step 7 (flash.cu).
+// What backward's kernels (but Hopper's) read of a query. step_7 (below) makes it: D_i is that of
+// step 7 (flash.cu), and L_log2e is L log2(e). The GPU has exp2, not exp, so they compute P =
+// exp(S - L) as exp2(S log2(e) - L_log2e).
 struct BackwardQuery {
-    float L, D_i;
+    float L_log2e, D_i;
 };
 // The arguments of a kernel of flash.cu or fast/.
 struct AttentionArgs {
@@ -49,7 +50,7 @@ struct AttentionArgs {
     int B, H, Tq, Tk;
     float scale;  // 1/sqrt(D)
     bool causal;
-    // Of step_7, else null. Those beyond Tq have L = inf, which makes their P 0.
+    // step_7 makes them; else this is null. Those beyond Tq have L_log2e = inf, so their P is 0.
     const BackwardQuery* queries;  // [B*H,query_rows]
     int query_rows;
 };
@@ -157,8 +158,7 @@ void with_head_size(const AttentionTensors& t, F f) {
 constexpr int QUERY_ROWS = 128;
 AttentionArgs step_7(const AttentionTensors& t, Tensor* memory);
 
-// With tensor cores step 2 is lazy: by so many powers of two a score may exceed what is subtracted
-// from its row, before that follows the maximum. P <= 256 then, far from the limits of fp32 sums,
-// and of fp16.
+// With tensor cores step 2 is lazy: m follows the maximum only where a P = exp(S - m) would else
+// exceed 2^SLACK. So P is at most 256, far from the limits of fp32 sums, and of fp16.
 constexpr float SLACK = 8;
 #endif

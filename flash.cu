@@ -84,7 +84,9 @@ struct TileOfS {
     float* keys(const Heads& x) const { return row_at<float>(x, k0); }
 };
 
-// Writes S = Q_i K_j^T / sqrt(D), with -inf where a query does not see a key.
+// Writes S = Q_i K_j^T / sqrt(D), with -inf where a query does not see a key. The last two
+// arguments of blas_product are a factor of the product and one of what the result held: 0
+// overwrites, 1 adds.
 static void scores_cpu(float* S, const TileOfS& t) {
     const AttentionArgs& a = t.a;
     blas_product(S, CPU_BK,                       // [M,N]
@@ -149,10 +151,10 @@ static void flash_forward_cpu(const AttentionTensors& t) {
     }
 }
 
-// Adds to dQ, dK and dV what a tile of S gives. P and dS have room for a tile. The last
-// argument of blas_product multiplies what was there: it is 0 in a sum's first product, then 1.
-// `first` is the first query whose tile meets these keys; key 0 is the first that meets these
-// queries.
+// Adds to dQ, dK and dV what a tile of S gives. P and dS have room for a tile. A sum's first
+// product overwrites (false is 0), the others add (true is 1): the first queries that meet these
+// keys begin at `first`, the first keys that meet these queries at 0. Step 7 is done again for each
+// tile of keys: its M D multiplications are few beside a product's M N D.
 static void flash_backward_tile_cpu(float* P, float* dS, const TileOfS& t, int first) {
     const AttentionArgs& a = t.a;
     const int D = a.q.D, M = t.M, N = t.N;
@@ -250,10 +252,13 @@ AttentionArgs step_7(const AttentionTensors& t, Tensor* memory) {
 
 // -------------------------------------------------------------------------------------------------
 // 1.3.2 flash_forward (b) and flash_backward, flash_v1: the same on a GPU, as simply as it goes. A
-// block owns a tile of 32 rows (of Q; for dK and dV of K and V) and has a warp for each. The warp's
-// lanes hold that row's columns in registers: columns lane, lane + 32, ... Tiles of 32 rows of the
-// other side pass through shared memory; in a product, lane j takes the tile's row j. All sums are
-// fp32.
+// block owns a tile of 32 rows (of Q; for dK and dV of K and V) and has a warp for each:
+// threadIdx.y is the warp, threadIdx.x the lane, blockIdx.x the head, blockIdx.y the tile. The
+// warp's lanes hold that row's columns in registers: columns lane, lane + 32, ... Tiles of 32 rows
+// of the other side pass through shared memory; in a product, lane j takes the tile's row j. All
+// sums are fp32. __launch_bounds__(threads, blocks) tells the compiler that a block has at most so
+// many threads, and that so many blocks must fit on an SM at once. This limits a thread's
+// registers.
 //
 // It runs on every card since sm_75. What it leaves to faster kernels: a product reads one number
 // from shared memory for each multiplication, and up to one from another lane; the tensor cores
@@ -322,7 +327,9 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_forward_kernel(Atte
     int i = q0 + threadIdx.y;
     V1Row q, O = {};
     v1_load<T>(q, a.q, i);
-    float m = -FLT_MAX;  // not -inf: if the first scores are -inf, -inf - -inf would be NaN
+    // Every query sees key 0, so a mask never makes all of the first scores -inf. But overflow can,
+    // and had m begun with -inf, -inf - -inf would be NaN.
+    float m = -FLT_MAX;
     float l = 0;
 
     int keys = keys_seen(a.causal, q0 + V1_TILE - 1, a.Tk);
@@ -360,7 +367,7 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dq_kernel(Attention
     v1_load<T>(q, a.q, i);
     v1_load<T>(dO, a.dO, i);
     BackwardQuery query = a.queries[i];
-    float c = a.scale * LOG2_E;
+    float c = a.scale * LOG2_E;  // exp2(c dot - L_log2e) is exp(S - L)
 
     int keys = keys_seen(a.causal, q0 + V1_TILE - 1, a.Tk);
     for (int k0 = 0; k0 < keys; k0 += V1_TILE) {
@@ -371,10 +378,10 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dq_kernel(Attention
 
         bool seen = k0 + threadIdx.x < keys_seen(a.causal, i, a.Tk);
         float dot = v1_dot(q, K, D);
-        float p = seen ? exp2f(c * dot - query.L) : 0;  // step 8
-        float dP = v1_dot(dO, V, D);                    // step 10
-        float dS = seen ? p * (dP - query.D_i) : 0;     // step 11
-        v1_add_rows(dQ, dS, K, D);                      // step 12, but for the scale
+        float p = seen ? exp2f(c * dot - query.L_log2e) : 0;  // step 8
+        float dP = v1_dot(dO, V, D);                          // step 10
+        float dS = seen ? p * (dP - query.D_i) : 0;           // step 11
+        v1_add_rows(dQ, dS, K, D);                            // step 12, but for the scale
     }
     v1_store<T>(dQ, a.scale, a.dq, i);
 }
@@ -392,7 +399,7 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dkv_kernel(Attentio
     V1Row k, v, dK = {}, dV = {};
     v1_load<T>(k, a.k, j);
     v1_load<T>(v, a.v, j);
-    float c = a.scale * LOG2_E;
+    float c = a.scale * LOG2_E;  // exp2(c dot - L_log2e) is exp(S - L)
 
     for (int q0 = a.causal ? k0 : 0; q0 < a.Tq; q0 += V1_TILE) {
         __syncthreads();  // all warps have read the tiles of the turn before
@@ -404,11 +411,11 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dkv_kernel(Attentio
         bool seen = i < a.Tq && j < keys_seen(a.causal, i, a.Tk);
         BackwardQuery query = a.queries[i];
         float dot = v1_dot(k, Q, D);
-        float p = seen ? exp2f(c * dot - query.L) : 0;  // step 8
-        v1_add_rows(dV, p, dO, D);                      // step 9
-        float dP = v1_dot(v, dO, D);                    // step 10
-        float dS = seen ? p * (dP - query.D_i) : 0;     // step 11
-        v1_add_rows(dK, dS, Q, D);                      // step 13, but for the scale
+        float p = seen ? exp2f(c * dot - query.L_log2e) : 0;  // step 8
+        v1_add_rows(dV, p, dO, D);                            // step 9
+        float dP = v1_dot(v, dO, D);                          // step 10
+        float dS = seen ? p * (dP - query.D_i) : 0;           // step 11
+        v1_add_rows(dK, dS, Q, D);                            // step 13, but for the scale
     }
     v1_store<T>(dK, a.scale, a.dk, j);
     v1_store<T>(dV, 1, a.dv, j);
@@ -448,15 +455,18 @@ constexpr auto flash_v1_backward = flash_v1_forward;
 // v2_add_rows stand where v1_dot and v1_add_rows stood. What changes, and why it is faster:
 //   - mma multiplies a 16x16 by a 16x8 matrix in one instruction of a warp, 2048 multiplications.
 //     All its matrices lie in the warp's registers.
-//   - A warp owns R blocks of 8 rows, 16 or 32 rows, where it owned one. What it reads of a passing
-//     tile serves all of them.
+//   - A warp owns 8 R rows, 16 or 32, where it owned one. What it reads of a passing tile serves
+//     all of them.
 //   - The next tile is copied while this one is computed on.
+//   - The exponential is exp2, which the GPU has. With c = log2(e) / sqrt(D), and m[r] holding m
+//     log2(e), step 3's exp(S - m) is exp2(c x - m[r]), where x is the product without the scale.
 //   - Step 2 is lazy: see v2_raise_maximum.
 // What it costs: P and dS are rounded to 16 bits where they enter a product, and fp32 stays with
 // flash_v1. In fp16 dS may overflow, as in PyTorch; the loss scale is halved then.
 //
-// A matrix in registers (its name ends in _rmem) is cut into blocks of 8x8: x[r][n] is block r down
-// and n across. Each lane has two neighbours of each block, the numbers x[r][n][0] and x[r][n][1]:
+// A matrix in registers (its name ends in _rmem) is cut into squares of 8x8 (a block is always one
+// of threads): x[r][n] is square r down and n across. Each lane has two neighbours of each square,
+// the numbers x[r][n][0] and x[r][n][1]:
 //
 //             columns 0, 1   2, 3      4, 5      6, 7
 //     row 0   lane  0        lane  1   lane  2   lane  3
@@ -464,31 +474,34 @@ constexpr auto flash_v1_backward = flash_v1_forward;
 //       ...
 //     row 7   lane 28        lane 29   lane 30   lane 31
 //
-// Sums are fp32, float x[R][N][2]. mma leaves S in this layout, and takes its left operand in this
-// layout, too, a lane's two numbers of a block as one register of 16 bits each. So P is rounded
-// where it lies, and no lane sends anything to another. ldmatrix loads four such blocks at once.
+// Sums are fp32, float x[R][N][2]. mma leaves S in this layout. It takes its left operand in this
+// layout, too, but a lane's two numbers of a square have 16 bits each and share a register. So P is
+// rounded where it lies, and no lane sends anything to another. ldmatrix loads four such squares at
+// once.
 //
 // In shared memory (_smem) a matrix is T[rows][D + 8]. A row is then an odd number of 16-byte
-// pieces, so the 8 rows of a block, of which ldmatrix reads 16 bytes each, lie in all 32 banks.
+// pieces, so the 8 rows of a square, of which ldmatrix reads 16 bytes each, lie in all 32 banks.
 // Without the 8 more, at D = 64, all eight would begin in bank 0.
 
 #ifdef HAVE_CUDA
-constexpr int V2_WARPS = 4, V2_THREADS = V2_WARPS * WARP;
-// v2_own: the rows that a block owns. v2_keys, v2_queries: the rows of a passing tile of keys, and
-// of queries. S and dP of such a tile have to fit into registers, beside sums of D columns.
+constexpr int V2_WARPS = 4, V2_THREADS = V2_WARPS * WARP;  // threadIdx.x counts them
+// v2_own: the rows that a block owns, 8 R of each warp. v2_keys, v2_queries: the rows of a passing
+// tile of keys, and of queries. S and dP of such a tile have to fit into registers, beside sums of
+// D columns.
 HD constexpr int v2_own(int R) { return V2_WARPS * 8 * R; }
 HD constexpr int v2_keys(int D) { return D > 64 ? 32 : 64; }
 HD constexpr int v2_queries(int D) {
     if (D == 16) { return 64; }  // v2_load copies 64 rows at a time
-    return D == 80 ? 16 : 32;
+    return D == 80 ? 16 : 32;    // at D = 128 a warp owns 16 rows alone: see flash_v2_backward
 }
 HD constexpr int v2_stride(int D) { return D + 8; }
 
 static_assert(QUERY_ROWS % v2_own(4) == 0);
 
-// Returns what a block needs at most that owns so many matrices: these, two places for tiles of
-// each of two matrices that pass (there are never fewer v2_keys than v2_queries), two for their
-// BackwardQuery.
+// Returns the most bytes of shared memory that a block needs. It owns a tile of each of `matrices`
+// matrices. Two other matrices pass (K and V, or Q and dO), and each has two places: a tile is read
+// in one while the next is copied to the other. These four places have v2_keys rows at most, as
+// v2_queries is never more. dK's and dV's kernel has two places for the BackwardQuery, too.
 HD constexpr size_t v2_bytes(int matrices, int D, int R) {
     return (matrices * v2_own(R) + 4 * v2_keys(D)) * v2_stride(D) * sizeof(bf16) +
            2 * v2_keys(D) * sizeof(BackwardQuery);
@@ -505,12 +518,11 @@ __device__ constexpr bool v2_runs(size_t bytes) {
 #endif
 }
 
-// Return the row of a lane's numbers in blocks r, and the column of number e in blocks n, both
-// counted from the first block's.
+// This lane's number x[r][n][e] stands in row v2_row(r) and column v2_column(n, e) of the matrix.
 __device__ inline int v2_row(int r) { return 8 * r + threadIdx.x % WARP / 4; }
 __device__ inline int v2_column(int n, int e) { return 8 * n + threadIdx.x % 4 * 2 + e; }
 
-// Calls f(x, r, n, e) for each number of the blocks.
+// Calls f(x[r][n][e], r, n, e) for each number of the matrix that this lane holds.
 template <int R, int N, class F>
 __device__ void v2_each(float (&x)[R][N][2], F f) {
 #pragma unroll
@@ -550,9 +562,12 @@ __device__ void v2_dot(float (&sums_rmem)[R][N][2],  // [8 R,8 N]
                        const T* B_smem) {            // [8 N,D + 8]
     constexpr int ROW = v2_stride(D);
     int lane = threadIdx.x % WARP;
-    // A load of A: its left two blocks, then its right two, as mma wants them. A load of B: B's
-    // rows are columns of mma's B, so the two blocks of rows 0 to 7 are one mma's, the two of rows
-    // 8 to 15 the next one's. Addresses count bytes, 2 of a number.
+    // LDMATRIX loads four squares: lane l gives the address of row l % 8 of square l / 8. Of A's
+    // and of B's 16 rows and columns d to d + 15 the squares are
+    //     A: 0 2    B: 0 1
+    //        1 3       2 3
+    // mma wants A's in this order. B's rows are columns of mma's B, so squares 0 and 1 of B are one
+    // mma's, 2 and 3 the next one's. Addresses count bytes, 2 of a number.
     uint32_t a_smem = smem_address(A_smem + lane % 16 * ROW + lane / 16 * 8);
     uint32_t b_smem = smem_address(B_smem + (lane % 8 + lane / 16 * 8) * ROW + lane / 8 % 2 * 8);
 #pragma unroll
@@ -576,8 +591,12 @@ __device__ void v2_add_rows(float (&sums_rmem)[R][N][2],     // [8 R,8 N]
                             const T* B_smem) {               // [8 K,8 N + 8]
     constexpr int ROW = v2_stride(8 * N);
     int lane = threadIdx.x % WARP;
-    // B's rows are rows of mma's B, so its blocks are loaded transposed: the left two, for one mma,
-    // then the right two, for the next.
+    // B's rows are rows of mma's B, of which a lane holds two neighbours of a column: so each
+    // square is loaded transposed. Of B's rows 8 k to 8 k + 15 and columns 8 n to 8 n + 15 the
+    // squares are
+    //     0 2
+    //     1 3
+    // 0 and 1 are one mma's, 2 and 3 the next one's.
     uint32_t b_smem = smem_address(B_smem + lane % 16 * ROW + lane / 16 * 8);
 #pragma unroll
     for (int k = 0; k < K; k += 2) {
@@ -596,7 +615,7 @@ __device__ void v2_add_rows(float (&sums_rmem)[R][N][2],     // [8 R,8 N]
         }
     }
 }
-// Stores the blocks to those rows of head h, from `first` on, that exist.
+// Stores the matrix to those rows of head h, from `first` on, that exist.
 template <class T, int R, int N>
 __device__ void v2_store(const float (&x_rmem)[R][N][2], const Heads& x, int b, int h, int first,
                          int rows) {
@@ -622,12 +641,13 @@ __device__ void v2_mask(float (&S_rmem)[R][N][2], const AttentionArgs& a, int q0
         if (j >= keys_seen(a.causal, i, a.Tk)) { s = -INFINITY; }
     });
 }
-// Does step 2, and what of steps 3 to 5 multiplies by shrink. It is lazy: any m gives the same O
-// and L as long as nothing overflows or vanishes. If a score of the warp exceeds its row's m by
-// more than SLACK powers of two, all rows of the warp get their true maxima. Mostly none does,
-// which saves the exchange between the four lanes of a row and the scaling of O. A lane looks at
-// its own columns;
-// __any_sync joins the lanes' answers. m is kept times c.
+// Does step 2, and multiplies l and O by shrink (steps 3 to 5). S_rmem holds products without the
+// scale; c and m[r] are those of exp2, above. It is lazy: any m gives the same O and L as long as
+// nothing overflows or vanishes. So m stays unless a P = exp2(c S_rmem - m[r]) of the warp would
+// exceed 2^SLACK. Then all rows of the warp get their true maxima. Mostly m stays, which saves the
+// exchange between the four lanes of a row and the scaling of O. A lane looks at its own columns
+// alone, and __any_sync tells all lanes whether one of them has such a P. The first tile raises m,
+// which begins with -FLT_MAX.
 template <int R, int N, int K>
 __device__ void v2_raise_maximum(float (&m)[R], float (&l)[R], float (&O_rmem)[R][N][2],
                                  float (&S_rmem)[R][K][2], float c) {
@@ -654,9 +674,7 @@ __device__ void v2_raise_maximum(float (&m)[R], float (&l)[R], float (&O_rmem)[R
     }
 }
 
-// Writes O and L: a block owns queries, and the keys that they see pass. The exponential is exp2,
-// which the GPU has: with c = scale log2(e), exp(scale (s - m)) is exp2(c s - c m), and m[r] holds
-// c m.
+// Writes O and L: a block owns queries, and the keys that they see pass.
 template <class T, int D, int R>
 __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_forward_kernel(AttentionArgs a) {
     if (!v2_runs<T>(v2_bytes(1, D, R))) { return; }
@@ -667,7 +685,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_forward_kernel(Attenti
     T* V_smem = K_smem + 2 * Bk * ROW;  // [2,Bk,ROW]
     int head = blockIdx.x, b = head / a.H, h = head % a.H;
     int q0 = (gridDim.y - 1 - blockIdx.y) * Bq;  // those that see most keys start first
-    int own = threadIdx.x / WARP * 8 * R;        // the warp's first row of the tile
+    int warp_row = threadIdx.x / WARP * 8 * R;   // the warp's first row of the tile
     auto load = [&](int j) {
         v2_load<D, Bk>(K_smem + j % 2 * Bk * ROW, a.k, b, h, j * Bk, a.Tk);
         v2_load<D, Bk>(V_smem + j % 2 * Bk * ROW, a.v, b, h, j * Bk, a.Tk);
@@ -686,12 +704,12 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_forward_kernel(Attenti
         __syncthreads();
         if ((j + 1) * Bk < keys) { load(j + 1); }
         // no query of the warp sees a key of tile j
-        if (a.causal && j * Bk > q0 + own + 8 * R - 1) { continue; }
+        if (a.causal && j * Bk > q0 + warp_row + 8 * R - 1) { continue; }
 
         const T *K_j = K_smem + j % 2 * Bk * ROW, *V_j = V_smem + j % 2 * Bk * ROW;
         float S_rmem[R][Bk / 8][2] = {};
-        v2_dot<D>(S_rmem, Q_smem + own * ROW, K_j);  // step 1, but for the scale
-        v2_mask<false>(S_rmem, a, q0 + own, j * Bk);
+        v2_dot<D>(S_rmem, Q_smem + warp_row * ROW, K_j);  // step 1, but for the scale
+        v2_mask<false>(S_rmem, a, q0 + warp_row, j * Bk);
         v2_raise_maximum(m, l, O_rmem, S_rmem, c);  // step 2
         v2_each(S_rmem, [&](float& s, int r, int, int) {
             s = exp2_approx(s * c - m[r]);  // step 3: S becomes P
@@ -703,14 +721,14 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_forward_kernel(Attenti
     for (int r = 0; r < R; r++) {  // step 6
         l[r] += __shfl_xor_sync(0xffffffff, l[r], 1);
         l[r] += __shfl_xor_sync(0xffffffff, l[r], 2);
-        int i = q0 + own + v2_row(r);
+        int i = q0 + warp_row + v2_row(r);
         if (threadIdx.x % 4 == 0 && i < a.Tq) {
             a.L[(int64_t)head * a.Tq + i] = m[r] / LOG2_E + logf(l[r]);
         }
         l[r] = 1 / l[r];
     }
     v2_each(O_rmem, [&](float& o, int r, int, int) { o *= l[r]; });
-    v2_store<T>(O_rmem, a.o, b, h, q0 + own, a.Tq);
+    v2_store<T>(O_rmem, a.o, b, h, q0 + warp_row, a.Tq);
 }
 
 // Writes dQ: a block owns queries, and the keys that they see pass.
@@ -725,7 +743,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dq_kernel(AttentionArg
     T* V_smem = K_smem + 2 * Bk * ROW;  // [2,Bk,ROW]
     int head = blockIdx.x, b = head / a.H, h = head % a.H;
     int q0 = (gridDim.y - 1 - blockIdx.y) * Bq;  // those that see most keys start first
-    int own = threadIdx.x / WARP * 8 * R;        // the warp's first row of the tile
+    int warp_row = threadIdx.x / WARP * 8 * R;   // the warp's first row of the tile
     auto load = [&](int j) {
         v2_load<D, Bk>(K_smem + j % 2 * Bk * ROW, a.k, b, h, j * Bk, a.Tk);
         v2_load<D, Bk>(V_smem + j % 2 * Bk * ROW, a.v, b, h, j * Bk, a.Tk);
@@ -735,7 +753,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dq_kernel(AttentionArg
     load(0);
     BackwardQuery query[R];
     for (int r = 0; r < R; r++) {
-        query[r] = a.queries[(int64_t)head * a.query_rows + q0 + own + v2_row(r)];
+        query[r] = a.queries[(int64_t)head * a.query_rows + q0 + warp_row + v2_row(r)];
     }
 
     float c = a.scale * LOG2_E;
@@ -746,21 +764,22 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dq_kernel(AttentionArg
         __syncthreads();  // tile j is there, and all warps have read tile j - 1
         if ((j + 1) * Bk < keys) { load(j + 1); }
         // no query of the warp sees a key of tile j
-        if (a.causal && j * Bk > q0 + own + 8 * R - 1) { continue; }
+        if (a.causal && j * Bk > q0 + warp_row + 8 * R - 1) { continue; }
 
         const T *K_j = K_smem + j % 2 * Bk * ROW, *V_j = V_smem + j % 2 * Bk * ROW;
         float S_rmem[R][Bk / 8][2] = {}, dP_rmem[R][Bk / 8][2];
-        v2_dot<D>(S_rmem, Q_smem + own * ROW, K_j);  // step 8's S, but for the scale
-        v2_mask<false>(S_rmem, a, q0 + own, j * Bk);
+        v2_dot<D>(S_rmem, Q_smem + warp_row * ROW, K_j);  // step 8's S, but for the scale
+        v2_mask<false>(S_rmem, a, q0 + warp_row, j * Bk);
         v2_each(dP_rmem, [&](float& dp, int r, int, int) { dp = -query[r].D_i; });
-        v2_dot<D>(dP_rmem, dO_smem + own * ROW, V_j);  // step 10, and step 11's - D_i
+        v2_dot<D>(dP_rmem, dO_smem + warp_row * ROW, V_j);  // step 10, and step 11's - D_i
         v2_each(dP_rmem, [&](float& dp, int r, int n, int e) {
-            dp *= exp2_approx(S_rmem[r][n][e] * c - query[r].L);  // steps 8 and 11: dP becomes dS
+            // steps 8 and 11: dP becomes dS
+            dp *= exp2_approx(S_rmem[r][n][e] * c - query[r].L_log2e);
         });
         v2_add_rows(dQ_rmem, dP_rmem, K_j);  // step 12, but for the scale
     }
     v2_each(dQ_rmem, [&](float& dq, int, int, int) { dq *= a.scale; });
-    v2_store<T>(dQ_rmem, a.dq, b, h, q0 + own, a.Tq);
+    v2_store<T>(dQ_rmem, a.dq, b, h, q0 + warp_row, a.Tq);
 }
 
 // Writes dK and dV: a block owns keys, and the queries that see them pass. S and dP are transposed,
@@ -777,11 +796,11 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dkv_kernel(AttentionAr
     BackwardQuery* query_smem = (BackwardQuery*)(dO_smem + 2 * Bq * ROW);  // [2,Bq]
     int head = blockIdx.x, b = head / a.H, h = head % a.H;
     int k0 = blockIdx.y * Bk;
-    int own = threadIdx.x / WARP * 8 * R;  // the warp's first row of the tile
+    int warp_row = threadIdx.x / WARP * 8 * R;  // the warp's first row of the tile
     auto load = [&](int i) {
         v2_load<D, Bq>(Q_smem + i % 2 * Bq * ROW, a.q, b, h, i * Bq, a.Tq);
         v2_load<D, Bq>(dO_smem + i % 2 * Bq * ROW, a.dO, b, h, i * Bq, a.Tq);
-        int two = 2 * threadIdx.x;  // queries have 16 bytes
+        int two = 2 * threadIdx.x;  // copy_16 copies two: a BackwardQuery has 8 bytes
         if (two < Bq) {
             copy_16(query_smem + i % 2 * Bq + two,
                     a.queries + (int64_t)head * a.query_rows + i * Bq + two, true);
@@ -801,15 +820,15 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dkv_kernel(AttentionAr
         const T *Q_i = Q_smem + i % 2 * Bq * ROW, *dO_i = dO_smem + i % 2 * Bq * ROW;
         const BackwardQuery* query = query_smem + i % 2 * Bq;
         float S_rmem[R][Bq / 8][2] = {}, dP_rmem[R][Bq / 8][2];
-        v2_dot<D>(S_rmem, K_smem + own * ROW, Q_i);  // step 8's S, but for the scale
-        v2_mask<true>(S_rmem, a, i * Bq, k0 + own);
+        v2_dot<D>(S_rmem, K_smem + warp_row * ROW, Q_i);  // step 8's S, but for the scale
+        v2_mask<true>(S_rmem, a, i * Bq, k0 + warp_row);
         v2_each(S_rmem, [&](float& s, int r, int n, int e) {
-            s = exp2_approx(s * c - query[v2_column(n, e)].L);  // S becomes P
+            s = exp2_approx(s * c - query[v2_column(n, e)].L_log2e);  // S becomes P
         });
         v2_add_rows(dV_rmem, S_rmem, dO_i);  // step 9
         v2_each(dP_rmem, [&](float& dp, int, int n, int e) { dp = -query[v2_column(n, e)].D_i; });
         if ((i + 1) * Bq < a.Tq) { load(i + 1); }  // nearer to the barrier registers would spill
-        v2_dot<D>(dP_rmem, V_smem + own * ROW, dO_i);  // step 10, and step 11's - D_i
+        v2_dot<D>(dP_rmem, V_smem + warp_row * ROW, dO_i);  // step 10, and step 11's - D_i
         v2_each(dP_rmem, [&](float& dp, int r, int n, int e) {
             dp *= S_rmem[r][n][e];  // step 11: dP becomes dS
         });
@@ -817,8 +836,8 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dkv_kernel(AttentionAr
     }
     await_copies();  // where no query sees these keys, K and V are still on their way
     v2_each(dK_rmem, [&](float& dk, int, int, int) { dk *= a.scale; });
-    v2_store<T>(dK_rmem, a.dk, b, h, k0 + own, a.Tk);
-    v2_store<T>(dV_rmem, a.dv, b, h, k0 + own, a.Tk);
+    v2_store<T>(dK_rmem, a.dk, b, h, k0 + warp_row, a.Tk);
+    v2_store<T>(dV_rmem, a.dv, b, h, k0 + warp_row, a.Tk);
 }
 
 // Launches a kernel whose blocks own OWN rows each of `rows`.
@@ -830,7 +849,9 @@ static void v2_launch(void (*kernel)(AttentionArgs), int rows, size_t bytes,
     kernel<<<dim3(a.B * a.H, ceil_div(rows, OWN)), V2_THREADS, bytes, stream()>>>(a);
     LAUNCH_CHECK();
 }
-// Returns how much shared memory a block may have, which is less where the code is for a T4.
+// Returns how much shared memory a block may have: 64 KB at most where this card runs code that was
+// compiled for a T4 (see v2_runs). compiled_for asks a kernel. All of this file are compiled for
+// the same cards, and step 7's needs no D and R.
 static size_t v2_memory() {
     const size_t most = shared_memory_per_block();
     return compiled_for(flash_step_7_kernel<fp16>) < 80 ? min<size_t>(most, 64 << 10) : most;
@@ -873,7 +894,8 @@ static void flash_v2_backward(const AttentionTensors& t) {
         v2_launch<OWN>(flash_v2_dkv_kernel<T, D, R>, a.Tk, bytes, a);
     });
 }
-// It has to be compiled for a card with such tensor cores, and a block needs the memory.
+// Returns whether this card runs code for tensor cores of this type, and a block may have what
+// backward needs with R = 2, the less of both. (Forward needs less.)
 static bool flash_v2_takes(DType t, int64_t D) {
     const int compiled = compiled_for(flash_step_7_kernel<bf16>);
     const bool multiplies = (t == BF16 && compiled >= 80) || (t == F16 && compiled >= 75);

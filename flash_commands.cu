@@ -16,12 +16,17 @@
 // may store (S, P, dP, dS and the results) is off by u of itself, where u is the type's unit
 // roundoff plus that of fp32 times the root of the number of terms in the longest sum. The errors
 // are independent, so their squares add up:
-//   s_j by u max |s|, so p_j by e p_j with e = u (1 + max |s|);  L_i by e;  dp_j by u dp_j
-//   D_i by the root of sum_j (e p_j dp_j)^2 + sum_d (u O_id dO_id)^2: it is computed from P and dP,
-//       or from O and dO
-//   ds_j by p_j times the root of (e (dp_j - D_i))^2 + (u dp_j)^2 + (D_i's)^2
-// The bound is SIGMAS times the sum of u |result| and of the root of the squares of what these make
-// of the result.
+//   s_j   u max |s|
+//   p_j   e p_j with e = u (1 + max |s|): an error of s_j is a relative one of exp(s_j)
+//   L_i   e
+//   dp_j  u dp_j
+//   D_i   the root of sum_j (e p_j dp_j)^2 + sum_d (u O_id dO_id)^2: an implementation computes it
+//         from P and dP, or from O and dO
+//   ds_j  p_j times the root of (e (dp_j - D_i))^2 + (u dp_j)^2 + (D_i's error)^2
+// A result is a sum of products such as p_j v_jd. Each adds to its error the first factor's error
+// times the second factor. With the root of the sum of their squares the bound of a result is
+//   SIGMAS (that root + u |result| + tiny)
+// Tiny is what underflow may cost in fp16, of a result and of each first factor; else it is 0.
 
 // Returns the inputs on context.device, in this dtype.
 static AttentionTensors as_type(DType dtype, AttentionTensors in) {
@@ -87,17 +92,17 @@ static void add_query(Reference& r, const AttentionTensors& t, double u, double 
 
     const double* dO = row(t.dO, i);
     const double* O = row(r.results[OF_O], i);
-    double Di = 0, Di_error = 0;  // the error's square
-    for (int d = 0; d < D; d++) { Di_error += square(u * O[d] * dO[d]); }
+    double Di = 0, Di_error_squared = 0;
+    for (int d = 0; d < D; d++) { Di_error_squared += square(u * O[d] * dO[d]); }
     for (int j = 0; j < n; j++) {
         dp[j] = std::inner_product(dO, dO + D, row(t.v, j), 0.0);
         Di += p[j] * dp[j];
-        Di_error += square(e * p[j] * dp[j]);
+        Di_error_squared += square(e * p[j] * dp[j]);
         add(OF_DV, j, p[j], e * p[j], dO);
     }
     for (int j = 0; j < n; j++) {
         const double ds = scale * p[j] * (dp[j] - Di);
-        const double error = sqrt(square(e * (dp[j] - Di)) + square(u * dp[j]) + Di_error);
+        const double error = sqrt(square(e * (dp[j] - Di)) + square(u * dp[j]) + Di_error_squared);
         add(OF_DQ, i, ds, scale * p[j] * error, row(t.k, j));
         add(OF_DK, j, ds, scale * p[j] * error, q);
     }

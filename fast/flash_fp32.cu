@@ -345,8 +345,8 @@ __global__ void __launch_bounds__(FP32_THREADS, BACKWARD_BLOCKS)
         fp32_mask<true>(S, a, q0, k0);
         for (int r = 0; r < R; r++) {
             for (int n = 0; n < N; n++) {
-                S[r][n] = exp2_approx(fmaf(S[r][n], c, -query[n].L));  // S becomes P
-                dP[r][n] *= S[r][n];                                   // step 11: dP becomes dS
+                S[r][n] = exp2_approx(fmaf(S[r][n], c, -query[n].L_log2e));  // S becomes P
+                dP[r][n] *= S[r][n];  // step 11: dP becomes dS
             }
         }
         fp32_add_rows(dV, S, P_smem, dO);  // step 9

@@ -147,19 +147,19 @@ __device__ inline void await_copies() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
-// ldmatrix and mma cut matrices of 16-bit numbers into blocks of 8x8. Lane l has two neighbours of
-// a block, columns l % 4 * 2 and the next of row l / 4, in one register.
+// ldmatrix and mma cut matrices of 16-bit numbers into squares of 8x8. Lane l has two neighbours of
+// a square, columns l % 4 * 2 and the next of row l / 4, in one register.
 
-// Loads four blocks from shared memory; with how = ".trans" each block transposed, else "". Lane l
-// points to row l % 8 of block l / 8.
-#define LDMATRIX(how, block, row_smem)                                                  \
+// Loads four squares from shared memory; with how = ".trans" each transposed, else "". Lane l
+// points to row l % 8 of square l / 8.
+#define LDMATRIX(how, square, row_smem)                                                 \
     asm volatile("ldmatrix.sync.aligned.m8n8.x4" how ".shared.b16 {%0,%1,%2,%3}, [%4];" \
-                 : "=r"(block[0]), "=r"(block[1]), "=r"(block[2]), "=r"(block[3])       \
+                 : "=r"(square[0]), "=r"(square[1]), "=r"(square[2]), "=r"(square[3])   \
                  : "r"(row_smem)                                                        \
                  : "memory")
-// Adds A B to the sums, two blocks above each other. A is four blocks: the left two, then the right
-// two. B is 16x8, two blocks: rows 0 to 7 and rows 8 to 15, in which a lane holds two neighbours of
-// a column, so each as ldmatrix loads a block of B^T.
+// Adds A B to the sums, two squares above each other. A is four squares: the left two, then the
+// right two. B is 16x8, two squares: rows 0 to 7 and rows 8 to 15, in which a lane holds two
+// neighbours of a column, so each as ldmatrix loads a square of B^T.
 #define MMA(SHAPE_AND_TYPES, A, B)                                                   \
     asm volatile("mma.sync.aligned." SHAPE_AND_TYPES ".f32 {%0,%1,%2,%3}, " A ", " B \
                  ", {%0,%1,%2,%3};"                                                  \
