@@ -2,7 +2,8 @@
 // only communicate and do arithmetic, in this order:
 //   2.1    distributed_communication_single_node: how the time of an all-reduce grows with the
 //          tensor's size and with the ranks
-//   2.4    communication_accounting: what a model takes and from which batch on devices compute
+//   2.4    communication_accounting: the memory that a model takes, and the least batch at which
+//          computation takes longer than communication
 //   2026's 8    alternate_ring_all_reduce and the calculations for a feed-forward layer
 // Read time_all_reduce first, then fsdp_costs.
 #include "ddp.h"
@@ -215,14 +216,14 @@ int cmd_distributed_communication_single_node(const Options& options) {
 // activations T_TP = 4 B D / (X W M_Y).
 
 constexpr double GPU_GB = 80, CHIP_GB = 95;  // the memory of a GPU in (a), of a chip in (b)
-// mesh axes, so links, of the FSDP and of the TP traffic
+// how many of the mesh's axes, each a link, carry FSDP's traffic, and how many TP's
 constexpr double M_X = 2, M_Y = 1;
 
 // Answers (c), the least batch at which forward is compute bound, and (d), how to lower it.
 // alpha = C / W, in FLOP per byte; from most_Y chips along the TP axis on there is no such batch.
 static void answer_least_batch(const Options& options, double alpha, double most_Y) {
     const double F = options.d_ff, X = options.fsdp, Y = options.tp, N = X * Y;
-    // T_math = T_FSDP + T_TP
+    // T_math = T_FSDP + T_TP, solved for B; T_math = T_FSDP alone gives `overlapped`
     const double overlapped = alpha * X / M_X, B = overlapped / (1 - Y / most_Y);
     answer("c",
            "alpha = C / W = %g TFLOP/s / %g GB/s = %.1f FLOP per byte. Forward is compute bound "
@@ -314,34 +315,41 @@ constexpr int FORWARD_PRODUCTS = 3, BACKWARD_PRODUCTS = 6;
 struct PassCost {  // of one device
     const char* what;
     double flops, communication;  // communication: seconds
-    double most;                  // devices, up to which computation takes as long
+    double most;  // devices; with more, communication takes longer than the products
     int products = FORWARD_PRODUCTS;
 };
-// Backward, forward. An all-reduce of all gradients, data parallelism's, sends what the gathers and
-// reduce-scatters of FSDP's backward send.
+// Returns FSDP's costs on N devices, of backward and of forward. All weights have 6 D D_FF bytes,
+// and so do their gradients. Forward gathers the weights; backward gathers them again and
+// reduce-scatters the gradients, so it sends twice as much. Backward's row is data parallelism's,
+// too: an all-reduce of the gradients sends as many bytes. most follows from communication <= flops
+// / C, where D, D_FF and the division by N cancel: N - 1 <= B W / C.
 static vector<PassCost> fsdp_costs(const LayerSizes& l, double N) {
     auto [B, D, F, C, W] = l;
     const double most = 1 + B * W / C;
     return {{"Backward", 12 * B * D * F / N, 12 * D * F * (N - 1) / N / W, most, BACKWARD_PRODUCTS},
             {"Forward", 6 * B * D * F / N, 6 * D * F * (N - 1) / N / W, most}};
 }
+// Returns tensor parallelism's costs on N devices, of backward and of forward. Each ends with an
+// all-reduce of [B, D], 2 B D bytes: of dx, and of y.
 static vector<PassCost> tp_costs(const LayerSizes& l, double N) {
     auto [B, D, F, C, W] = l;
-    const double sent = 4 * B * D * (N - 1) / N / W;
-    return {{"Backward", 12 * B * D * F / N, sent, 1 + 3 * F * W / C, BACKWARD_PRODUCTS},
-            {"Forward", 6 * B * D * F / N, sent, 1 + 3 * F * W / (2 * C)}};
+    const double seconds = 4 * B * D * (N - 1) / N / W;
+    return {{"Backward", 12 * B * D * F / N, seconds, 1 + 3 * F * W / C, BACKWARD_PRODUCTS},
+            {"Forward", 6 * B * D * F / N, seconds, 1 + 3 * F * W / (2 * C)}};
 }
 
 // Returns forward's costs on N devices along the FSDP axis and M along the TP axis. With a = B W /
-// C and b = 3 D_FF W / (2 C) the axes' times are at most the products' up to 1 + a and 1 + b
-// devices. In turn they add up: 3 D_FF N + 2 B M <= Q, and N M is largest where both terms are Q /
-// 2. If that is less than one device along an axis, the axis goes.
+// C and b = 3 D_FF W / (2 C) FSDP's time is at most the products' up to N = 1 + a, and TP's up to
+// M = 1 + b. If the axes communicate in turn, their times add up. Then the bound is
+// 3 D_FF N + 2 B M <= Q = 3 B D_FF W / C + 3 D_FF + 2 B. N M is largest where both terms are Q / 2:
+// at N = Q / (6 D_FF) and M = Q / (4 B). If N or M is below 1 there, the best split has only the
+// other axis.
 static vector<PassCost> fsdp_tp_costs(const LayerSizes& l, double N, double M) {
     auto [B, D, F, C, W] = l;
     const double a = B * W / C, b = 3 * F * W / (2 * C), Q = 3 * B * F * W / C + 3 * F + 2 * B;
     double in_turn = Q * Q / (24 * B * F);
-    if (a < b / (b + 1)) { in_turn = 1 + b; }
-    if (b < a / (a + 1)) { in_turn = 1 + a; }
+    if (a < b / (b + 1)) { in_turn = 1 + b; }  // Q / (6 D_FF) < 1: TP alone
+    if (b < a / (a + 1)) { in_turn = 1 + a; }  // Q / (4 B) < 1: FSDP alone
 
     const double flops = 6 * B * D * F / (N * M);
     const double fsdp = 6 * D * F * (N - 1) / (N * M) / W, tp = 4 * B * D * (M - 1) / (N * M) / W;

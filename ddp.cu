@@ -1,10 +1,14 @@
-// ddp.cu: sections 2.2, 2.3 and 3 of the 2025 handout, in this order.
-//   2.2 and 2.3  data parallel training in four ways. An optimizer over parameter groups follows,
-//                which section 3 shards. Then come the checks against one process, of both; then
-//                the benchmarks and their answers
-//   3            optimizer_state_sharding_accounting: memory and time of the sharded optimizer
-// Read WAYS first: it is the table of the four ways, and of none. Then follow a bucket:
-// gradient_is_ready, start_next_bucket, finish_gradient_synchronization.
+// ddp.cu: sections 2.2, 2.3 and 3 of the 2025 handout. They share trainers, checks and timers, so
+// the file is in this order:
+//   2.2, 2.3       data parallel training in four ways
+//   3              the sharded optimizer
+//   2.2, 2.3, 3    trainers; naive_ddp, ddp_overlap_individual_parameters, ddp_overlap_bucketed and
+//                  optimizer_state_sharding: the checks against one process
+//   2.2, 2.3       the commands that benchmark, with their answers
+//   3              optimizer_state_sharding_accounting: memory and time of the sharded optimizer
+// Read WAYS first: it has a row for each of the four ways, and one for sending nothing. Then follow
+// a bucket: gradient_is_ready, start_next_bucket, finish_gradient_synchronization. For section 3
+// read step_parameter_groups.
 #include "ddp.h"
 #include "fast_ways.h"
 
@@ -35,13 +39,17 @@ struct Bucket {          // what goes as one all-reduce
 struct DataParallel {
     Communicator c;
     Strategy strategy;
-    Tensor gradients;  // flat, in backward order
-    // those with gradients, by offset; a tied one stands here once
-    vector<Parameter> parameters;
-    set<int64_t> missing{};  // the offsets of those whose gradient is not ready in this step
+    Tensor gradients;              // flat, in backward order
+    vector<Parameter> parameters;  // the model's, by offset; a tied one stands here once
+    // The offsets of the parameters whose gradient backward has not finished in this step. It is a
+    // set, since in mode eager backward finishes q, k and v in another order than they lie, and
+    // since it may never finish a parameter's on which this rank's loss does not depend.
+    set<int64_t> missing{};
     vector<Bucket> buckets{};
-    size_t next = 0;          // the bucket to go next: the order is the same on all ranks
-    vector<WorkPtr> works{};  // of this step
+    // The bucket that is sent next. All ranks send them in this order, since a collective has no
+    // name by which ranks could match their calls.
+    size_t next = 0;
+    vector<WorkPtr> works{};  // the all-reduces of this step
 };
 
 // Cuts the gradients of these parameters, which lie in one buffer in this order, into buckets of
@@ -104,6 +112,8 @@ static shared_ptr<DataParallel> data_parallel(const Communicator& c, Strategy st
     const DType dtype = model.gradients.dtype;
     parallel.buckets = cut_into_buckets(model.parameters, dtype,
                                         strategy == BUCKETED ? bucket_mb : WAYS[strategy].cap_mb);
+    // A slot is a parameter's weight, or a joined one, as qkv (see Model). In a step either the
+    // joined one's gradient becomes ready, or those of its parts do.
     for (const Tensor& slot : model.slots) {
         int64_t bytes = slot.gradient->value.data - model.gradients.data;
         int64_t begin = bytes / size_of(dtype);
@@ -206,21 +216,23 @@ Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strat
 
     trainer.add_communication = [&parallel](const Trainer& t, StepTimes& times) {
         const Mark& start = t.marks[0].at;
-        const double backward = times.forward;  // its begin, in ms from the start
-        const double backward_end = backward + times.backward;
+        // All in ms from the step's start, where forward begins.
+        const double backward_begin = times.forward;
+        const double backward_end = backward_begin + times.backward;
         double reached = 0;  // the time that two collectives share counts once
         for (const WorkPtr& work : parallel.works) {
             const double from = max(reached, ms_of(work->begin, start));
             reached = max(from, ms_of(work->end, start));
             times.communication += reached - from;
-            const double hidden = min(reached, backward_end) - max(from, backward);
+            const double hidden = min(reached, backward_end) - max(from, backward_begin);
             times.hidden += max(0.0, hidden);
         }
     };
     return trainer;
 }
 
-// Returns the root of the sum of all ranks' square_sum: the gradients' norm.
+// Returns the root of the sum of all ranks' square_sum. On META it returns a finite number, so that
+// a planned step is taken.
 double norm_over_ranks(const Communicator& c, double square_sum) {
     if (context.device == META) { return 1; }
     Tensor sum = from_floats({(float)square_sum}, {1});
@@ -234,8 +246,10 @@ static void attach(Trainer& trainer, Sharding sharding) {
     trainer.sharded->sharding = sharding;
     if (sharding != UNSHARDED) { trainer.sharded->c = trainer.c; }
     trainer.step_optimizer = [](Trainer& t) {
-        // It is needed in fp16 alone, to see whether any rank has inf or NaN. So it does not matter
-        // that gradients which are averages already count once for each rank.
+        // guarded_step asks for the norm in fp16 alone, since max_norm is 0, and skips the step if
+        // any rank's gradients hold inf or NaN. So only whether the norm is finite has to be right.
+        // Its value is not: FLAT's gradients are the same averages on every rank, and the sum over
+        // the ranks counts them once per rank.
         auto norm = [&] { return norm_over_ranks(t.c, pow(gradient_norm(t.model), 2)); };
         return guarded_step(t.scaler, 0, norm, [&](float gradient_scale) {
             step_parameter_groups(*t.sharded, gradient_scale);
@@ -244,6 +258,7 @@ static void attach(Trainer& trainer, Sharding sharding) {
 }
 
 Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding, const AdamW& adamw) {
+    // A shard may begin inside a matrix, so the weights must have their plain form (FastWays).
     if (fast_ways.restore_weights) { fast_ways.restore_weights(model); }
     Trainer t = data_parallel_trainer(c, move(model), sharding == ZERO1 ? NO_SYNC : FLAT);
     attach(t, sharding);
@@ -254,7 +269,7 @@ Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding, c
 // -------------------------------------------------------------------------------------------------
 // naive_ddp, ddp_overlap_individual_parameters, ddp_overlap_bucketed, optimizer_state_sharding, and
 // fsdp.cu's fsdp: N ranks, each with its part of a batch, against one process that sees all of it,
-// on a small Transformer. Each rank starts from other weights, so that the broadcast is tested too.
+// on a small Transformer. In ddp.cu each rank starts from other weights, which tests the broadcast.
 // The weights are equal but for rounding: the sum over the batch is taken in another order.
 
 // Returns this rank's rows of a batch, cut into n batches of equal size.
@@ -476,7 +491,8 @@ size_t steps_peak(int world, const Options& options, const MakeTrainer& make, in
         Trainer trainer = make(planned);
         reset_peak(META);
         const vector<Batch> batches = batches_of(options, trainer, n);
-        // FSDP has its moments only from the end of the first step on.
+        // Most ways allocate the moments at the end of the first step, so only the second one holds
+        // them throughout.
         train_step(trainer, batches);
         train_step(trainer, batches);
     });
@@ -550,6 +566,8 @@ void run_way(WayRun& way, const Communicator& c, const Options& options, const M
     if (c.world > 1) {
         run();  // where one rank finds no memory, the others cannot go on
     } else {
+        // That it fits has been checked. With held = needs run_if_fits does not check it again, and
+        // only catches OutOfMemory.
         way.oom = run_if_fits(way.name, way.predicted, run, way.predicted) > 0;
     }
     if (fast_ways.free_shared) { fast_ways.free_shared(c); }
@@ -608,6 +626,7 @@ static WayRun single_process(const Communicator& c, Options options, const Model
         });
         omp_set_num_threads(threads);
     }
+    // Here the other ranks wait for rank 0. In barrier() they would give up after --timeout.
     gather_text(c, "");
     return run;
 }
@@ -899,6 +918,8 @@ static void run_sharded(const Communicator& c, const Options& options, const Mod
         if (c.links) { note_peak("after init"); }  // else steps_peak plans
         return sharded_trainer(c, model, run.sharding);
     };
+    // run_way calls this before the first step and after each one. Before the first it wraps the
+    // optimizer, so that a note comes right before the optimizer's first step.
     run_way(run, c, options, make, [&](Trainer& trainer) {
         if (trainer.steps == 1) { note_peak("after step"); }
         if (trainer.steps > 0) { return; }
@@ -941,7 +962,7 @@ static void answer_optimizer_state_sharding_accounting(const vector<ShardingRun>
            ours.ms.optimizer.mean,
            against(ours.ms.optimizer, whole.ms.optimizer, "unsharded").c_str());
 
-    // MB, of which a rank sends two or three
+    // Psi (N-1)/N elements in MB: a rank sends two or three times as much
     const double part = 1e-6 * weights * (ranks - 1) / ranks;
     answer("c",
            "ZeRO-1, too, shards only the optimizer's state: %.1f MiB per rank, ours %.1f MiB. It "

@@ -25,13 +25,15 @@ struct FsdpUnit {
     int64_t offset = 0;         // of the own part, in Fsdp::shard
     Tensor own;                 // that part, as a gather takes it (see FastWays' keep_part)
     Tensor weights, gradients;  // whole, [world * part], while the unit has its buffer
-    Tensor gradient;            // the own part, averaged over the ranks; null until there is one
+    Tensor own_gradient;        // the own part's, averaged over the ranks; null until there is one
     // Its tensors that have a gradient, by their first elements. q and the joined qkv begin at the
     // same element; backward fills one of the two.
     std::multimap<int64_t, Tensor> slots;
 };
-constexpr int NORMS = -1;  // in place of a unit's number: the replicated weights
-struct FsdpWait {          // of the compute stream, for a collective
+// In the names of this file `norms` are the RMSNorms' weights, of which every rank has all, and
+// `norm` is the norm of the gradients. NORMS stands in place of a unit's number.
+constexpr int NORMS = -1;
+struct FsdpWait {  // of the compute stream, for a collective
     int unit;
     WorkPtr work;
     Mark asked, got;
@@ -40,13 +42,13 @@ struct Fsdp {
     Communicator c;
     vector<Parameter> parameters;
     vector<FsdpUnit> units;
-    // the own part of each unit, then the replicated weights
+    // the own part of each unit, then the norms
     ParameterGroup shard;
-    int64_t replicated = 0;         // where those begin
-    Tensor norms;                   // all of them, a view
+    int64_t norms_begin = 0;        // in the shard
+    Tensor norms;                   // a view of the shard
     map<string, int64_t> norms_at;  // by name: its first element in `norms`
-    Tensor norm_gradients;          // of this backward
-    Tensor norm_sum;                // their averages, added up since the last step; null: none yet
+    Tensor norms_gradients;         // this rank's, of this backward
+    Tensor norms_sum;               // the sum of their averages in this step; null: none yet
     int in_buffer[2] = {-1, -1};    // the unit whose weights each buffer has
     WorkPtr gathers[2];
     vector<FsdpWait> waits;  // of this step
@@ -94,8 +96,8 @@ static shared_ptr<Fsdp> fully_shard(const Communicator& c, const vector<Paramete
     // The shard: the own parts, then the norms.
     for (FsdpUnit& unit : fsdp->units) {
         unit.part = aligned((unit.end - unit.begin + c.world - 1) / c.world);
-        unit.offset = fsdp->replicated;
-        fsdp->replicated += unit.part;
+        unit.offset = fsdp->norms_begin;
+        fsdp->norms_begin += unit.part;
     }
     int64_t end = 0;  // of the norms
     for (const Parameter& parameter : parameters) {
@@ -105,13 +107,13 @@ static shared_ptr<Fsdp> fully_shard(const Communicator& c, const vector<Paramete
     }
     const DType kept = weight_dtype();
     allocate_shared(c, [&] {
-        fsdp->shard.weights = zeros({fsdp->replicated + end}, kept, PARAMETERS);
+        fsdp->shard.weights = zeros({fsdp->norms_begin + end}, kept, PARAMETERS);
     });
     for (FsdpUnit& unit : fsdp->units) {
         unit.own = view(fsdp->shard.weights, unit.offset, {unit.part});
     }
-    fsdp->norms = view(fsdp->shard.weights, fsdp->replicated, {end});
-    fsdp->norm_gradients = zeros({end}, kept, GRADIENTS);
+    fsdp->norms = view(fsdp->shard.weights, fsdp->norms_begin, {end});
+    fsdp->norms_gradients = zeros({end}, kept, GRADIENTS);
 
     // The buffers: each as large as the largest of its units.
     auto dtype_of = [&](size_t unit) { return unit == 0 || kept != F32 ? kept : compute_dtype; };
@@ -141,7 +143,7 @@ static Tensor place(Fsdp& fsdp, const Parameter& parameter, const Shape& shape) 
     int64_t at;
     if (parameter.unit == NORMS) {
         whole = fsdp.norms;
-        gradients = fsdp.norm_gradients;
+        gradients = fsdp.norms_gradients;
         at = fsdp.norms_at.at(parameter.name);
     } else {
         const FsdpUnit& unit = fsdp.units[parameter.unit];
@@ -224,10 +226,10 @@ static void finish_reduce(Fsdp& fsdp) {
     FsdpUnit& unit = fsdp.units[fsdp.reducing];
     if (fsdp.steps_in_backward) {
         step_shard(fsdp, {{fsdp.average, unit.offset}}, 1);
-    } else if (unit.gradient) {
-        copy_or_add(unit.gradient, fsdp.average, true);
+    } else if (unit.own_gradient) {
+        copy_or_add(unit.own_gradient, fsdp.average, true);
     } else {
-        unit.gradient = fsdp.average;
+        unit.own_gradient = fsdp.average;
     }
     fsdp.average = Tensor();
     fsdp.reducing = -1;
@@ -245,15 +247,21 @@ static void start_reduce(Fsdp& fsdp, int i) {
     fsdp.reduce = reduce_scatter(fsdp.c, unit.gradients, AVERAGE, fsdp.average);
     fsdp.reducing = i;
 }
+
+// Runs when backward comes to unit i. The gradients of unit i + 1 are complete then, so their
+// reduce-scatter starts. The loop does that once, since backward comes to every unit in turn. Unit
+// i's weights may have been overwritten since forward, so pre_forward gets them again; it also
+// starts the gather of unit i - 1. The head, the last unit, has no pre_backward.
 static void pre_backward(Fsdp& f, int i) {
     for (; f.reached > i; f.reached--) { start_reduce(f, f.reached); }
-    // a look-up's backward needs no weights, only the buffer for gradients
+    // Unit 0's backward, a look-up's, needs no weights, only the buffer for gradients.
     if (i > 0) { pre_forward(f, i); }
 }
 
 static void add_hooks(Model& model, Fsdp& f) {  // to a model that has been placed
     model.weights = f.shard.weights;
-    model.gradients = f.norm_gradients;  // it is not null: so slots keep their gradients
+    // It must not be null: zero_gradients would take the slots' gradients out of their buffers.
+    model.gradients = f.norms_gradients;
     model.pre_forward = [&f](int unit) { pre_forward(f, unit); };
     model.pre_backward = [&f](int unit) { pre_backward(f, unit); };
 }
@@ -285,11 +293,11 @@ static void finish_backward(Fsdp& fsdp) {
     finish_reduce(fsdp);
     fsdp.reached = (int)fsdp.units.size();
 
-    const Tensor& gradients = fsdp.norm_gradients;
+    const Tensor& gradients = fsdp.norms_gradients;
     wait_for(fsdp, NORMS, all_reduce(fsdp.c, gradients, AVERAGE));
-    const bool is_first = !fsdp.norm_sum;
-    if (is_first) { fsdp.norm_sum = empty(gradients.shape, gradients.dtype, GRADIENTS); }
-    copy_or_add(fsdp.norm_sum, gradients, !is_first);
+    const bool is_first = !fsdp.norms_sum;
+    if (is_first) { fsdp.norms_sum = empty(gradients.shape, gradients.dtype, GRADIENTS); }
+    copy_or_add(fsdp.norms_sum, gradients, !is_first);
     fill_zero(gradients);  // the next loss may not depend on all of them
 }
 
@@ -297,14 +305,16 @@ static void finish_backward(Fsdp& fsdp) {
 static FlatGradients gradients_of(const Fsdp& f) {
     FlatGradients all;
     for (const FsdpUnit& unit : f.units) {
-        if (unit.gradient) { all.push_back({unit.gradient, unit.offset}); }
+        if (unit.own_gradient) { all.push_back({unit.own_gradient, unit.offset}); }
     }
-    all.push_back({f.norm_sum, f.replicated});
+    all.push_back({f.norms_sum, f.norms_begin});
     return all;
 }
+// Returns the norm of all gradients, over all ranks.
 static double sharded_norm(const Fsdp& f) {
     FlatGradients gradients = gradients_of(f);
-    if (f.c.rank > 0) { gradients.pop_back(); }  // the norms' count once
+    // The last ones are the norms', the same on every rank: only rank 0 counts them.
+    if (f.c.rank > 0) { gradients.pop_back(); }
     return norm_over_ranks(f.c, square_sum(gradients));
 }
 
@@ -317,8 +327,8 @@ static double fsdp_optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm) 
     };
     const double norm = guarded_step(
         scaler, max_norm, [&] { return sharded_norm(f); }, step);
-    for (FsdpUnit& unit : f.units) { unit.gradient = Tensor(); }
-    f.norm_sum = Tensor();
+    for (FsdpUnit& unit : f.units) { unit.own_gradient = Tensor(); }
+    f.norms_sum = Tensor();
     forget_gathered(f);
     return norm;
 }
@@ -481,7 +491,8 @@ struct FsdpRun : WayRun {
     vector<double> gather{}, wait{};  // of each unit in forward, ms, in the mean step
 };
 
-// Adds the last of `steps` steps. Forward comes first and asks for each unit once, in order.
+// Adds 1/`steps` of the last step's times, so that after all timed steps they are means. A step's
+// first waits are forward's, one per unit, in order: waits[i] is unit i's.
 static void add_unit_times(const Fsdp& fsdp, int steps, FsdpRun& run) {
     const size_t units = fsdp.units.size();
     run.gather.resize(units);
@@ -583,7 +594,8 @@ static void answer_fsdp_accounting(const vector<FsdpRun>& runs, int world, doubl
            fsdp.wait[0], fsdp.wait[1]);
 }
 
-// Times the four ways and prints tables and answers. Only way FSDP has times of gathers.
+// Times the four ways and prints tables and answers. The times of gathers that are printed are way
+// FSDP's.
 int cmd_fsdp_accounting(const Options& typed) {
     return run_ranks(typed, [&](const Communicator& c) {
         Options options = typed;
@@ -652,10 +664,13 @@ static MakeTrainer trainer_of(const Options& options) {
 
 // Sets what runs again in backward, context's recompute and checkpoint: the least that leaves each
 // of `world` ranks a predicted peak of at most `room` bytes. What costs least comes first; in
-// brackets per block and sequence of 8B on an H200. The norms and SwiGLU run again (0.8 ms); then
-// feed-forwards (9 ms each); then whole blocks (24 ms more). With results in host memory
-// (fast_ways.h) both cost less. The peak falls nearly in a straight line with the number of those,
-// so the ends of the line tell about how many, and a count from there how many.
+// brackets per block and sequence of 8B on an H200:
+//   1. all norms and SwiGLUs (0.8 ms)
+//   2. as 1, and the feed-forwards of n blocks (9 ms)
+//   3. as 1, and all feed-forwards, and n blocks whole (24 ms more)
+// With results in host memory (fast_ways.h) 2 and 3 cost less. The peak falls nearly in a straight
+// line with n. So two plans, for n = 0 and for all blocks, give an estimate of n, which grows until
+// its own plan fits.
 static void choose_what_runs_again(const Options& options, int world, double room) {
     auto peak = [&](bool recompute, const Checkpointing& checkpoint) {
         context.recompute = recompute;
@@ -666,6 +681,7 @@ static void choose_what_runs_again(const Options& options, int world, double roo
     const double nothing = peak(true, {});
     if (nothing <= room) { return; }
 
+    // no whole block, so the feed-forwards of all
     const double ffns = peak(true, {Checkpointing::BLOCKS, 0});
     const double blocks = peak(true, {Checkpointing::GROUPS, 1});
     const int L = configs_of(options)[0].num_layers;

@@ -465,7 +465,7 @@ static void check_pure_bf16_sharded(const Communicator& c) {
             const Tensor weights = f->shard.weights;
             auto put = [&](const Tensor& t) {
                 f->shard.weights = t;
-                f->norms = view(t, f->replicated, f->norms.shape);
+                f->norms = view(t, f->norms_begin, f->norms.shape);
                 for (FsdpUnit& u : f->units) { u.own = view(t, u.offset, {u.part}); }
             };
             put(flat);
@@ -491,9 +491,9 @@ static void check_pure_bf16_sharded(const Communicator& c) {
             if (step == 0) {
                 Tensor flat = zeros(f->shard.weights.shape, BF16, GRADIENTS);
                 for (const FsdpUnit& u : f->units) {
-                    copy(view(flat, u.offset, {u.part}), u.gradient);
+                    copy(view(flat, u.offset, {u.part}), u.own_gradient);
                 }
-                copy(view(flat, f->replicated, f->norm_sum.shape), f->norm_sum);
+                copy(view(flat, f->norms_begin, f->norms_sum.shape), f->norms_sum);
                 gradients = by_name(flat);
             }
             fsdp_optimizer_step(*f, scaler, 0);
