@@ -53,7 +53,8 @@ __global__ void convert_halves_kernel(float* whole, uint16_t* halves, int64_t n,
     if (i < n) { convert_halves(whole, halves, n, i, split); }
 }
 #endif
-// Splits the weights of a part in place, or joins them, by way of a whole copy.
+// Splits the weights of a part in place, or joins them, by way of a whole copy. The part's
+// dtype has to be F32 both times, for copy_or_add, also while it holds halves.
 static void convert_part(const Tensor& part, bool split) {
     int64_t n = part.size();
     Tensor whole = empty(part.shape, F32, WORKSPACE);
@@ -111,6 +112,8 @@ static vector<Tensor> matrices_of(const Model& model) {
 }
 static void keep_weights(Model& model) {
     if (context.mode == EAGER) { return; }
+    // t is a copy of the model's tensor. keep_part makes t BF16, but the model's own stays F32, and
+    // ready_weights gives products the halves.
     for (Tensor& t : matrices_of(model)) { keep_part(t, matmul_dtype()); }
 }
 static void restore_weights(Model& model) {

@@ -1,9 +1,13 @@
-// fast/collectives.cu: NCCL beside products. No result depends on it. It has two parts:
+// fast/collectives.cu: NCCL beside products. Results stay the same but for rounding: from three
+// ranks on an all-reduce in two calls may add up in another order. It has two parts:
 //   two lanes   reduce-scatters have a communicator and a stream of their own, so that FSDP's
 //               gathers run beside them
 //   windows     memory that all ranks have registered with NCCL: copy engines then move what is
 //               gathered, and the multiprocessors are left to products. An all-reduce that is a
 //               scatter and a gather gains by that for its second half.
+// Two communicators that work at once can hang: a kernel of NCCL's holds its multiprocessors until
+// the same collective runs on all ranks. So all ranks start the same ones in the same order, and
+// the kernels of both lanes have to fit on a GPU side by side.
 #include "fast_ways.h"
 #include "lib/gpu.h"
 

@@ -83,6 +83,7 @@ struct StepGraphs {
     string kind;  // of step: what its kernels have built in
     Batch batch;
     Tensor loss, logits;  // logits: of a forward alone
+    // The gradients that the captured backward fills, each with its tensor in the block.
     vector<pair<GradientPtr, Tensor>> gradients;
     cudaGraphExec_t forward = nullptr, backward = nullptr;
     ~StepGraphs() {  // errors have been reported by then, or the process ends
@@ -92,6 +93,9 @@ struct StepGraphs {
 };
 
 // Returns as text all that a captured step has built in. A step of another kind needs new graphs.
+// The two addresses: before forward lm_head has a 16-bit copy where the weights are split (see
+// ready_weights in fast/adamw.cu), so this one tells their form; and a longer RoPE table, which
+// make_ready makes, lies elsewhere.
 static string kind_of_step(const Model& model, const char* what, const Tensor& tokens,
                            float loss_scale) {
     return strprintf("%s %s %d %d %s %d %g %p %p", what, to_string(tokens.shape).c_str(),
@@ -128,7 +132,8 @@ static void copy_in_stream(const Tensor& to, const Tensor& from) {
 }
 
 // Returns the graphs of this kind of step, to be captured or launched. Null: `by_launches` has done
-// the step, as the rehearsal or because there is no room for the graphs' block.
+// the step, as the rehearsal or because there is no room for the graphs' block. A model keeps one
+// kind only: where two kinds take turns, each step is a rehearsal again.
 static StepGraphs* graphs_or(Model& model, const string& kind, const Shape& tokens,
                              const Job& by_launches) {
     if (!model.fast || ((StepGraphs*)model.fast.get())->kind != kind) {
@@ -158,8 +163,9 @@ static StepGraphs* graphs_or(Model& model, const string& kind, const Shape& toke
     return &g;
 }
 
-// Does a training step's two passes and returns the loss, as forward_backward() does, which it is
-// in place of.
+// Does a training step's two passes and returns the loss, as forward_backward(), which calls this,
+// does without graphs. `between` must allocate nothing on the GPU: the rehearsal would count it,
+// and the capture, which does not call `between`, would then differ from its rehearsal.
 static Tensor forward_backward_by_graphs(Model& model, const Batch& batch, float loss_scale,
                                          const Job& between) {
     zero_gradients(model);
@@ -184,7 +190,7 @@ static Tensor forward_backward_by_graphs(Model& model, const Batch& batch, float
             });
             g->backward = capture(g->places, [&] { backward_from_loss(model, loss, loss_scale); });
         } catch (...) {
-            model.fast = nullptr;  // half a step is none
+            model.fast = nullptr;  // or the next step would launch a backward that is null
             throw;
         }
         for (const Tensor& t : model.slots) {
@@ -198,6 +204,8 @@ static Tensor forward_backward_by_graphs(Model& model, const Batch& batch, float
     between();
     launch(g->backward, "backward");
 
+    // A graph runs no host code, so what backward does there is done here. In all steps but the
+    // captured one the gradients have no tensors by now: zero_gradients has taken them away.
     drop_weight_copies(model.slots);
     for (const auto& [gradient, value] : g->gradients) {
         gradient->value = value;
@@ -221,8 +229,8 @@ static Tensor infer_by_graph(Model& model, const Tensor& tokens) {
     launch(g->forward, "forward");
     return g->logits;
 }
-// Tells whether steps in this context go by graphs. With an arena they do not, since somebody may
-// wait for single gradients; and whoever watches wants to see single kernels.
+// Tells whether steps in this context go by graphs. With a gradients' arena they do not, since
+// somebody may wait for single gradients; and whoever watches wants to see single kernels.
 static bool by_graphs(const Model& model) {
     return context.mode == FLASH && context.device == CUDA && !context.each_launch &&
            !model.gradients;

@@ -193,8 +193,9 @@ static void rmsnorm_backward_packed(const Tensor& dx, bool add_dx, const Tensor&
                                     const Tensor& dw, bool add_dw, const Tensor& dy,
                                     const Tensor& x, const Tensor& r, const Tensor& w) {
     const int64_t C = w.size(), N = x.size() / C;
-    // Each block has four rows or more, so that the shares of dw are few beside them; and there are
-    // no more blocks than run at a time.
+    // A block has some four rows or more, so that the shares of dw are few beside them; and there
+    // are at most four blocks for each multiprocessor. These need not all run at once: a row of
+    // 2560 in fp32 takes 640 threads, and an H100's multiprocessor has room for 2048.
     const int64_t parts = min(ceil_div(N, 4), 4 * multiprocessors());
     Tensor partial = empty({parts, C}, F32, WORKSPACE);
 

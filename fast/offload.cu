@@ -164,7 +164,8 @@ static FlashOutputs flash_outputs_kept(const Tensor& qkv, int H) {
     return out;
 }
 
-// A checkpoint's number, in its f. With the last copy of that goes what was never asked for.
+// A checkpoint's number, held by the f that numbered() returns. When the last copy of that f is
+// gone, its second run can no longer come. So the destructor gives up what no second run has taken.
 struct Number {
     int number;
     explicit Number(int number) : number(number) {}
@@ -174,7 +175,8 @@ struct Number {
         if (found == kept.end()) { return; }
         for (const KeptResult& k : found->second) {
 #ifdef HAVE_CUDA
-            // Not checked, since a destructor must not throw: a copy may still use this memory.
+            // k.here is freed in the compute stream's order, but a copy in the other stream may
+            // still use it: so the compute stream waits. Unchecked: a destructor must not throw.
             if (k.here && k.is_there.event) {
                 cudaStreamWaitEvent(stream(), (cudaEvent_t)k.is_there.event.get());
             }

@@ -201,8 +201,8 @@ void synchronize() {
 string device_description() {
 #ifdef HAVE_CUDA
     if (context.device == CUDA) {
-        // The runtime only knows which CUDA the driver is made for. Its version, as 580.95.05, is
-        // the first word with a digit in this line.
+        // The runtime only knows which CUDA the driver is made for. The driver's own version, as
+        // 580.95.05, is this line's first word that begins with a digit (x86_64 stands before it).
         std::istringstream words(text_in("/proc/driver/nvidia", "version", "\nNVRM version:"));
         string version;
         while (words >> version && !isdigit(version[0])) {}
@@ -496,7 +496,8 @@ static void book(const Memory* m, bool comes) {
     if (use.now > use.peak) { peak_is_now(use); }
 }
 
-static shared_ptr<Places> places;  // allocate_in's
+// The places that allocate() asks first; null: none. allocate_in sets them, for all threads.
+static shared_ptr<Places> places;
 
 // Runs f, and gives back the places that were in use before, also where f throws.
 void allocate_in(const shared_ptr<Places>& use, const Job& f) {
@@ -508,7 +509,8 @@ void allocate_in(const shared_ptr<Places>& use, const Job& f) {
     f();
 }
 
-// Returns a new buffer, at one of the places in use or else in memory of its own, and books it.
+// Returns a new buffer, at one of the places in use or else in memory of its own. Books it, unless
+// it lies within a buffer that is booked already (see Places::counted).
 shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Source at) {
     auto memory = make_shared<Memory>();
     memory->device = device;
@@ -540,7 +542,8 @@ shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Sour
 
 #ifdef HAVE_CUDA
     // The log's times are the GPU's own, so we wait for it. A free does not: it is a destructor and
-    // must not throw. Its time is early by one operation at most.
+    // must not throw. Its time is early by what was queued since the last allocation: by one
+    // operation, or by several that allocate nothing, as adamw_plain's kernels.
     if (logging && device == CUDA) { CUDA_CHECK(cudaStreamSynchronize(stream())); }
 #endif
     memory->bytes = bytes;
@@ -658,9 +661,10 @@ const char* level(const Stats& a, const Stats& b) {
 }
 
 // Returns the ms of f in the last n of warmup + n runs by the device's own events. The host waits
-// only after the last run. Its spare marks are made before the first: an event takes as long as a
-// launch.
+// only after the last run.
 vector<double> time_queued_ms(int warmup, int n, const Job& prepare, const Job& f) {
+    // To create an event takes as long as a launch. So 2 n are created before the first run, and
+    // clear() hands them to spare_events, where mark() finds them during the runs.
     vector<Mark> spare(2 * n);
     for (Mark& m : spare) { m = mark(); }
     spare.clear();
@@ -753,7 +757,8 @@ void save_file(const string& path, const string& bytes) {
 // This program, started anew
 
 // Starts this program with these arguments, calls `prepare` in the child before that, and returns
-// the child's number. The system kills the child when we end.
+// the child's number. The system kills the child when we end: to be exact, when the thread that
+// called this ends, so that has to be the main one.
 pid_t start_ourselves(const vector<string>& arguments, const Job& prepare) {
     vector<char*> argv = {program_invocation_name};  // as it was typed
     for (const string& a : arguments) { argv.push_back((char*)a.c_str()); }

@@ -338,7 +338,7 @@ struct Range {
 };
 vector<const char*>& open_ranges();  // this thread's, outermost first; in device.cu
 const char* innermost_range();       // this thread's; "" outside all of them
-int innermost_traced_range();        // this thread's, in the trace that is being made
+int innermost_traced_range();        // its number for Range(), no index of Trace::ranges; -1: none
 
 struct TracedRange {
     const char* name;

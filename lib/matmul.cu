@@ -61,7 +61,7 @@ static cublasHandle_t new_cublas() {
     CUBLAS_CHECK(cublasSetMathMode(h, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION));
 
     // The workspace is ours (NVIDIA advises 32 MiB on Hopper): the memory log sees it, and a graph
-    // may capture its use.
+    // may capture its use. cublasSetStream puts cuBLAS's own back, so this has to come after it.
     static const Tensor workspace = empty_on(CUDA, {32 << 20}, U8, WORKSPACE);
     CUBLAS_CHECK(cublasSetWorkspace(h, workspace.data, workspace.size()));
     return h;

@@ -208,9 +208,10 @@ int launch_ranks(int n, const vector<string>& arguments, double timeout_s) {
 
 // -------------------------------------------------------------------------------------------------
 // The rendezvous: a folder that only its owner may enter. A file NAME.RANK there is what this rank
-// tells the others, and appears whole: 0.RANK is the text of the first gather_text, 1.RANK that of
-// the second; life.RANK changes as long as the rank lives; done.RANK says that it needs nobody any
-// more.
+// tells the others. 0.RANK is the text of the first gather_text, 1.RANK that of the second;
+// done.RANK says that it needs nobody any more. These appear whole, by save_file. life.RANK is a
+// number that the rank's watchdog counts up. It does not appear whole: a rank that reads it while
+// it is written can find it empty, and takes it for unchanged.
 
 // Returns what tells this machine's jobs apart where no folder is named: the ranks' parent. Under
 // torchrun a script may stand between the two, so there its own folder counts: the error file is
@@ -706,7 +707,9 @@ static const AddRow<NcclWay> one_lane({1, connect_nccl, start_on_nccl,
                                        [](const Communicator&) { close_lane(only_lane); }});
 #endif
 
-// Starts a collective. Returns what wait() takes; null on META, where nothing runs.
+// Starts a collective. Returns what wait() takes; null on META, where nothing runs. With NCCL the
+// caller has to keep x's tensors until wait(): nothing holds them here, and memory is freed in the
+// compute stream's order, which does not wait for the collective before that.
 static WorkPtr start(const Communicator& c, const Collective& x) {
     static const char* const names[] = {"all-reduce", "broadcast", "reduce-scatter", "all-gather"};
     if (x.kind >= Collective::REDUCE_SCATTER && x.tensor.size() % c.world != 0) {

@@ -227,6 +227,8 @@ Trace stop_tracing() {
     return move(trace);
 }
 
+// Returns a number that Range() takes as recorded_in. It counts over all traces, so it is no index
+// in Trace::ranges; and a range that has been open since an earlier trace has one, too.
 int innermost_traced_range() { return tracing ? innermost_traced : -1; }
 
 // -------------------------------------------------------------------------------------------------
