@@ -125,8 +125,8 @@ void answer(const char* part, const char* format, ...) {
 void sketch(const string& lines) {
     string text = context.csv ? "# " : "```\n";
     for (char c : lines) {
+        if (context.csv && text.back() == '\n') { text += "# "; }
         text += c;
-        if (context.csv && c == '\n') { text += "# "; }
     }
-    write_block(text + (context.csv ? "\n" : "```\n"));
+    write_block(text + (context.csv ? "" : "```\n"));
 }
