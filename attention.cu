@@ -113,7 +113,7 @@ static void answer_pytorch_attention(const AttentionRuns& runs, const TooLong& t
     if (fit.size() > 1) {
         const AttentionRun &last = fit.back(), &before = fit[fit.size() - 2];
         answer("a",
-               "The memory saved for backward grows %.2f times from S %d to %d, with S^2. It is "
+               "The memory saved for backward grows %.2f times from S %d to %d. It is "
                "then %.1f MiB, of which the formula below explains %.1f.",
                (double)last.naive.held / before.naive.held, before.S, last.S,
                mib_of(last.naive.held), mib_of(saved_by_naive(GRID_BATCH, last.S, D)));
@@ -121,12 +121,12 @@ static void answer_pytorch_attention(const AttentionRuns& runs, const TooLong& t
 
     const double square = 4.0 * GRID_BATCH * t.S * t.S;  // bytes of an array of B S^2
     answer("a",
-           "The smallest configuration that does not fit (doubling S, predicted), S %d and D %d, "
+           "Of D %d's configurations the smallest that does not fit (doubling S, predicted), S %d, "
            "needs %.1f GiB of %.1f. When backward starts, it holds exp(S - m) and P, 2 x 4 B S^2 = "
            "2 x 4 x %d x %d^2 bytes = %.1f GiB; q, k, v, O and dO, 5 x 4 B S D = %.1f MiB; and two "
            "numbers per row, 2 x 4 B S = %.1f MiB. At backward's peak it holds %.0f arrays of B "
            "S^2, dP among them.",
-           t.S, D, to_gib(t.peak), to_gib(t.available), GRID_BATCH, t.S, to_gib(2 * square),
+           D, t.S, to_gib(t.peak), to_gib(t.available), GRID_BATCH, t.S, to_gib(2 * square),
            mib_of(20.0 * GRID_BATCH * t.S * D), mib_of(8.0 * GRID_BATCH * t.S),
            floor(t.peak / square));
     answer("a",
@@ -737,7 +737,7 @@ string compared(const AttentionRuns& runs, AttentionPass pass) {
         const double factor = times_as_fast(r, pass);
         factors.push_back(factor);
         slower += factor < 1;
-        faster += factor >= 1;
+        faster += factor > 1;
     }
 
     string text = "faster in all ";

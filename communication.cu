@@ -97,8 +97,8 @@ static void answer_distributed_communication_single_node(const vector<AllReduceG
             const bool has_latency = large / small < 0.8 * mb;
             answer(
                 "size",
-                "%s: %s with %s takes %.4g ms for %g MB, %.0f times as long as for 1 MB (%.3g ms).",
-                has_latency ? "Latency limits the small tensor, bandwidth the large one"
+                "%s: %s with %s takes %.4g ms for %g MB, %.1f times as long as for 1 MB (%.3g ms).",
+                has_latency ? "Latency slows the small tensor, bandwidth the large one"
                             : "Bandwidth limits both",
                 who, counted(group.ranks, "rank").c_str(), large, mb, large / small, small);
         } else {
@@ -493,7 +493,7 @@ int cmd_fsdp_tp_calcs(const Options& options) {
     for (const PassCost& only : {fsdp, tp}) {
         if (costs[3].most != only.most) { continue; }
         answer("d",
-               "The other axis then has less than one device. So there is only the %s, and N <= "
+               "The other axis then has at most one device. So there is only the %s, and N <= "
                "%.4g devices.",
                only.what, only.most);
     }

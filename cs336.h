@@ -44,7 +44,7 @@ struct Options {
     string backend;
     int nproc = 0;
     double timeout = 0;  // seconds
-    vector<double> bucket_size_mb;
+    set<double> bucket_size_mb;
     vector<string> words;  // the problems that reproduce runs; empty: all
     // Of the calculations; bytes and FLOP by powers of ten.
     double bandwidth_gb = 0, tflops = 0, tensor_mb = 0;

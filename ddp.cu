@@ -329,7 +329,7 @@ void print_checks(const Communicator& c, const Options& options, int steps, cons
            options.command == "fsdp" ? "FSDP on " : "", counted(c.world, "rank").c_str(),
            wrong ? strprintf("DIFFER in %d of %zu rows", wrong, checks.size()).c_str() : "match",
            worst->max, worst->way.c_str(), worst->what.c_str(),
-           wrong || worst->max == 0 ? "" : " Sums are taken in another order.",
+           wrong || worst->max == 0 ? "" : " Sums or products are rounded in another order.",
            wrong ? "" : " All ranks hold the same bits.");
     if (!everywhere(c, wrong == 0)) { fail("the weights differ"); }
 }
@@ -711,7 +711,8 @@ static void answer_naive_ddp_benchmarking(const DdpRuns& runs) {
     answer("",
            "A step takes %.2f ms: %s. %.2f ms of it (%.1f %%) are exposed communication, after "
            "backward. The %d all-reduces, one per tensor, move %.1f MB in %.2f ms (%.3g GB/s).",
-           total, against(naive.ms.total, runs[NO_SYNC].ms.total, "without communication").c_str(),
+           total,
+           against(naive.ms.total, runs[NO_SYNC].ms.total, "a step without communication").c_str(),
            exposed, 100 * exposed / total, naive.calls, naive.mb, comm, naive.mb / comm);
 }
 
@@ -764,12 +765,14 @@ static void answer_fastest_bucket(const DdpRuns& runs) {
 
     answer("a",
            others.empty()
-               ? "The fastest buckets have %s: a step takes %.2f ms, %s and %s."
-               : "No bucket size is the fastest. With %s: a step takes %.2f ms, %s and %s.",
+               ? "The fastest cap on a bucket is %s: a step takes %.2f ms, %s and %s."
+               : "No cap on a bucket is the fastest. With %s: a step takes %.2f ms, %s and %s.",
            fastest->name.c_str(), best.mean,
            against(best, runs[OVERLAPPED].ms.total, "a tensor per call").c_str(),
            against(best, runs[FLAT].ms.total, "flat").c_str());
-    if (!others.empty()) { answer("a", "Level with it: %s.", list_of(others).c_str()); }
+    if (!others.empty()) {
+        answer("a", "This run does not tell it from %s.", list_of(others).c_str());
+    }
 }
 
 // Answers (a) whether large buckets do what one expects: fewer calls take less time in all, and a
@@ -783,13 +786,14 @@ static void answer_large_buckets(const DdpRuns& runs) {
     const Stats &calls = few.ms.communication, &more_calls = many.ms.communication;
     const Stats &exposed = few.ms.exposed, &exposed_of_many = many.ms.exposed;
     answer("a", "%s: %.2f ms in %s, %s. %s: %.2f ms with %s, %s.",
-           is_more(more_calls, calls) ? "Fewer calls should take less time; here they do"
-                                      : "Fewer calls should take less time; here they do not",
+           is_more(more_calls, calls)
+               ? "Fewer calls should take less time; here they do"
+               : "Fewer calls should take less time; that does not show here",
            calls.mean, counted(few.calls, "call").c_str(),
            against(calls, more_calls, "a tensor per call").c_str(),
            is_more(exposed, exposed_of_many)
-               ? "A large last bucket should leave more exposed; here it does"
-               : "A large last bucket should leave more exposed; here it does not",
+               ? "Larger buckets may leave more exposed; here they do"
+               : "Larger buckets may leave more exposed; that does not show here",
            exposed.mean, few.name.c_str(),
            against(exposed, exposed_of_many, "a tensor per call").c_str());
 }
@@ -950,7 +954,8 @@ static void answer_optimizer_state_sharding_accounting(const vector<ShardingRun>
     const bool as_expected = fabs(state(ours) / state(whole) - 1.0 / ranks) < 0.01;
     answer("a",
            "At the peak before the step weights take %.1f MiB and gradients %.1f MiB. Activations "
-           "take %.1f MiB. The step adds AdamW's moments: %.1f MiB unsharded, %.1f MiB sharded, "
+           "take %.1f MiB. The step, unless fp16 skips it, adds AdamW's moments: %.1f MiB "
+           "unsharded, %.1f MiB sharded, "
            "which is %s 1/%d.",
            mib_of(weights), mib_of(before_step[GRADIENTS]), mib_of(before_step[ACTIVATIONS]),
            state(whole), state(ours), as_expected ? "the expected" : "not the expected", ranks);

@@ -233,8 +233,8 @@ int cmd_flash_forward(const Options& o) {
     const int exit_code = check_attention(o, "flash_forward", false);
     answer("a", "`tiled` is the plain version: FlashAttention-2 in C++, without a kernel.");
     answer("b",
-           "A block of a kernel works on one tile of queries of one head and loops over the tiles "
-           "of keys.%s",
+           "A block of a kernel works on one tile of queries of one head at a time, and loops over "
+           "the tiles of keys.%s",
            context.device == CPU ? " None ran: they need a GPU." : "");
     answer("c",
            "A masked score becomes -inf where the handout adds -1e6. Both give the probability 0, "
@@ -316,11 +316,11 @@ int cmd_flash_benchmarking(const Options& o) {
         }
     }
 
-    Table table{
-        strprintf("flash_benchmarking: batch 1, one head, causal, ms (median of %.0f ms of runs)",
-                  ms),
-        {"Seq", "D", "dtype", "Naive Fwd", "Naive Bwd", "Naive Tot", "Flash Fwd", "Flash Bwd",
-         "Flash Tot", "x Tot"}};
+    Table table{strprintf("flash_benchmarking: batch 1, one head, causal, ms (median of %.0f ms of "
+                          "runs, at least 3)",
+                          ms),
+                {"Seq", "D", "dtype", "Naive Fwd", "Naive Bwd", "Naive Tot", "Flash Fwd",
+                 "Flash Bwd", "Flash Tot", "x Tot"}};
     for (const AttentionRun& r : runs) {
         table.row(r.S, r.D, r.dtype,  //
                   ms_cell(r.naive, FORWARD_PASS), ms_cell(r.naive, BACKWARD_PASS),
@@ -347,8 +347,8 @@ static double tflops_of(const AttentionCase& c, const PassTimes& t) {
 static void answer_flash_leaderboard(const string& impl, const AttentionCase& c,
                                      const PassTimes& t) {
     answer("",
-           "Our fastest, %s, takes %.3f ms for forward and backward (%.3g TFLOP/s), %.3f ms for "
-           "forward alone.",
+           "The fastest that ran here, %s, takes %.3f ms for forward and backward (%.3g TFLOP/s), "
+           "%.3f ms for forward alone.",
            impl.c_str(), t.ms[BOTH_PASSES].median, tflops_of(c, t), t.ms[FORWARD_PASS].median);
     if (c.H == 16 && c.D == 64 && c.Tq == 16384 && matmul_dtype() == BF16) {
         answer("",
@@ -382,7 +382,7 @@ int cmd_flash_leaderboard(const Options& o) {
     const Effort effort = {time_for_ms(warmup_ms, ms), true};
 
     Table table{strprintf("flash_leaderboard: batch 1, %s, D %d, S %d, %s, causal; %.2g s of "
-                          "warm-up, %.2g s of runs, median",
+                          "warm-up, %.2g s of runs, at least 3, median",
                           counted(c.H, "head").c_str(), c.D, c.Tq, name_of(context.precision),
                           warmup_ms / 1e3, ms / 1e3),
                 {"implementation", "forward ms", "backward ms", "forward+backward ms", "TFLOP/s",
@@ -402,7 +402,7 @@ int cmd_flash_leaderboard(const Options& o) {
         }
     }
     print(table);
-    if (best.empty()) { fail("flash_leaderboard: no row fits into memory"); }
+    if (best.empty()) { fail("no row fits into memory"); }
     answer_flash_leaderboard(best, c, best_times);
     return 0;
 }

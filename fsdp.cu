@@ -544,10 +544,11 @@ static string causes(const MemoryUse& other, const MemoryUse& fsdp, double saved
                                       {GRADIENTS, saved},
                                       {OPTIMIZER, moments},
                                       {WEIGHT_COPIES, 0.0},
+                                      {WORKSPACE, 0.0},
                                       {ACTIVATIONS, 0.0}}) {
         const double mib =
             mib_of((double)fsdp.peak_by[category] - (double)other.peak_by[category] + expected);
-        if (fabs(mib) >= 0.05) {
+        if (mib != 0) {
             parts.insert({-fabs(mib), strprintf("%s %+.1f", name_of(category), mib)});
         }
     }

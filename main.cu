@@ -431,6 +431,10 @@ static bool parse_options(const Command& command, const vector<string>& words, O
 
     for (const CLI::Option* option : app.get_options()) {
         if (option->count() > 0) { o.given.insert(option->get_single_name()); }
+        const vector<string> values = option->results();
+        if (set<string>(values.begin(), values.end()).size() < values.size()) {
+            usage_error("%s: takes each value once", option->get_name().c_str());
+        }
     }
     if (command.is_problem() && !command.is_in(o.edition)) {
         usage_error("--edition: got %s, whose handout has no such problem", o.edition.c_str());
@@ -439,8 +443,7 @@ static bool parse_options(const Command& command, const vector<string>& words, O
     o.quick = is_quick(command, o);
     if (o.quick) {
         configure(app, command.quick);
-        context.sizes = o.has("quick") ? "; sizes of --quick"
-                                       : "; on the CPU: sizes of --quick where none is typed";
+        context.sizes = "; sizes of --quick where none is typed";
     }
     if (!o.context_lengths.empty()) { o.context_length = o.context_lengths[0]; }
     // It is a usage error if the sizes do not fit each other.
@@ -471,7 +474,7 @@ static int cmd_list(const Options&) {
 // in this format. A program that knows no commit, or has changes of its own, says of no text that
 // it is.
 static bool is_as_now(const string& text, const string& of_commit, bool quick) {
-    if (of_commit == "unknown" || of_commit.find("dirty") != string::npos) { return false; }
+    if (of_commit == "unknown" || text.find("dirty") != string::npos) { return false; }
     auto has = [&](const string& part) { return text.find(part) != string::npos; };
     const bool device = has(device_description()) || has("meta (nothing is computed)");
     return device && has("commit " + of_commit) && quick == has("sizes of --quick") &&

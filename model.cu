@@ -18,10 +18,10 @@
 // Sizes
 
 const ModelConfigs model_sizes = {
-    {"small", 768, 3072, 12, 12},  {"medium", 1024, 4096, 24, 16},
-    {"large", 1280, 5120, 36, 20}, {"xl", 1600, 6400, 48, 25},
-    {"2.7B", 2560, 10240, 32, 32}, {"xl (2026)", 2560, 10240, 32, 32},
-    {"10B", 4608, 12288, 50, 36},  {"8B", 4096, 11008, 34, 32, 151936},
+    {"small", 768, 3072, 12, 12},        {"medium", 1024, 4096, 24, 16},
+    {"large", 1280, 5120, 36, 20},       {"xl", 1600, 6400, 48, 25},
+    {"2.7B", 2560, 10240, 32, 32},       {"xl (2026)", 2560, 10240, 32, 32},
+    {"8B", 4096, 11008, 34, 32, 151936}, {"10B", 4608, 12288, 50, 36},
 };
 
 // Ends with a usage error if the heads' size is odd or no whole number.
@@ -604,6 +604,8 @@ static double last_part_ms(Phase phase, Model& model, const Batch& batch, LossSc
     synchronize();
     return now_ms() - begin;
 }
+static bool something_ran = false;  // of all phases that measure_model has timed
+
 // Times phases of a model in context's precision and mode. Returns for each phase its PassRun and,
 // but for forward, that of its last part: run and last. Only run has the peak that was seen.
 static StepRun measure_model(const ModelConfig& c, const Options& o, const vector<Phase>& phases) {
@@ -629,6 +631,7 @@ static StepRun measure_model(const ModelConfig& c, const Options& o, const vecto
         const bool oom = run_if_fits(row_of(c, B, T, phase), run.predicted, measure,
                                      memory_use(context.device).now);
         if (oom) { last.all.clear(); }  // the steps before memory ran out; run.all is still empty
+        something_ran |= !oom;
 
         r.pass[phase] = run;
         if (phase != FORWARD) { r.pass[phase == STEP ? OPT_ONLY : BW_ONLY] = last; }
@@ -645,8 +648,8 @@ static vector<StepRun> measure_sizes(const Sweep& s, Precision precision, Mode m
     for (const ModelConfig& c : s.configs) { runs.push_back(measure_model(c, s.o, phases)); }
     return runs;
 }
-static void require_a_run(bool ran) {
-    if (!ran) { fail("nothing fits into the memory that is available"); }
+static void require_a_run() {
+    if (!something_ran) { fail("nothing fits into the memory that is available"); }
 }
 
 static string mean_cell(const PassRun& run, const char* format = "%.2f", double unit = 1) {
@@ -797,7 +800,7 @@ static void answer_warmup(const StepRun& run, const vector<int>& warmup, int ste
 
     if (!first_is_slow) { return; }
     const bool captures = fast_ways.graphs_take && run.mode == FLASH && context.device == CUDA;
-    answer("c", "The first step also %s%s, which raises mean and standard deviation.",
+    answer("c", "The first step also %s%s, which raises the mean.",
            context.device == CUDA
                ? "loads the kernels' code, creates the cuBLAS handle and grows the memory pool"
                : "touches its memory for the first time",
@@ -822,7 +825,6 @@ static void print_warmups(const Setting& first, const Sweep& s) {
 
 // Prints the tables of times, one for each context length, precision and mode, and the answers.
 int cmd_benchmarking_script(const Options& asked) {
-    bool ran = false;
     for (const Sweep& s : sweeps_of(asked)) {
         vector<Setting> settings;
         for (Precision precision : s.precisions) {
@@ -839,9 +841,8 @@ int cmd_benchmarking_script(const Options& asked) {
         if (s.o.warmup.size() > 1 && s.o.context_length == asked.context_length) {
             print_warmups(settings[0], s);
         }
-        ran |= settings[0].runs[0].pass[FW].ran();
     }
-    require_a_run(ran);
+    require_a_run();
     return 0;
 }
 
@@ -895,12 +896,10 @@ static Table settings_table(const string& caption, const vector<Setting>& settin
 }
 // Prints the table, and an answer for each setting but the first, about the first and the last of
 // the passes. Returns false where nothing ran.
-static bool compare_settings(const string& caption, const char* part,
+static void compare_settings(const string& caption, const char* part,
                              const vector<Setting>& settings, const vector<Pass>& passes) {
     print(settings_table(caption, settings, passes));
     const Setting& first = settings[0];
-    if (!first.runs[0].pass[FW].ran()) { return false; }
-
     for (size_t k = 1; k < settings.size(); k++) {
         const Setting& other = settings[k];
         string oom;
@@ -912,7 +911,6 @@ static bool compare_settings(const string& caption, const char* part,
                relative_speed(other, first, passes.front()).c_str(), pass_names[passes.back()],
                relative_speed(other, first, passes.back()).c_str(), oom.c_str());
     }
-    return true;
 }
 
 // Prints (a), which is attention's and stands in attention.cu, then (b) for each context length and
@@ -921,18 +919,17 @@ int cmd_torch_compile(const Options& asked) {
     const vector<Sweep> sweeps = sweeps_of(asked);  // which chooses the device
     torch_compile_attention(asked);
 
-    bool ran = false;
     for (const Sweep& s : sweeps) {
         for (Precision precision : s.precisions) {
             const string caption =
                 "torch_compile (b): whole model; vanilla = eager, compiled = fused; precision ";
-            ran |= compare_settings(s.caption(caption + name_of(precision)), "b",
-                                    {{"vanilla", measure_sizes(s, precision, EAGER)},
-                                     {"compiled", measure_sizes(s, precision, FUSED)}},
-                                    {FW, FWBW, WHOLE_STEP});
+            compare_settings(s.caption(caption + name_of(precision)), "b",
+                             {{"vanilla", measure_sizes(s, precision, EAGER)},
+                              {"compiled", measure_sizes(s, precision, FUSED)}},
+                             {FW, FWBW, WHOLE_STEP});
         }
     }
-    require_a_run(ran);
+    require_a_run();
     return 0;
 }
 
@@ -944,7 +941,8 @@ static void answer_gradients(const vector<Setting>& settings) {
         const bool autocast = r.precision == PREC_BF16 || r.precision == PREC_FP16;
         if (!autocast || r.mode == EAGER || !r.pass[BW_ONLY].ran()) { continue; }
         answer("c",
-               "In mode %s under %s the matrices' gradients are in 16 bits, where PyTorch's "
+               "In mode %s under %s the gradients of the products' weights are in 16 bits, where "
+               "PyTorch's "
                "autocast has fp32.",
                name_of(r.mode), name_of(r.precision));
     }
@@ -954,7 +952,6 @@ int cmd_benchmarking_mixed_precision(const Options& asked) {
     const vector<Sweep> sweeps = sweeps_of(asked);
     print_toy_models();
 
-    bool ran = false;
     for (const Sweep& s : sweeps) {
         for (Mode mode : s.modes) {
             vector<Setting> settings;
@@ -965,13 +962,13 @@ int cmd_benchmarking_mixed_precision(const Options& asked) {
                     {name_of(precision),
                      measure_sizes(s, precision, mode, {FORWARD, FORWARD_BACKWARD})});
             }
-            ran |= compare_settings(
+            compare_settings(
                 s.caption(string("benchmarking_mixed_precision (c); mode ") + name_of(mode)), "c",
                 settings, {FW, BW_ONLY});
             answer_gradients(settings);
         }
     }
-    require_a_run(ran);
+    require_a_run();
 
     if (context.device == CPU) {
         answer("c",
@@ -1117,9 +1114,9 @@ static void answer_strategy(const vector<CheckpointRun>& runs, const CheckpointR
     const CheckpointRun &block = runs.front(), &without = runs.back();
     answer("a",
            "Beside weights and gradients linear nesting holds %s: %.1f MiB, against %.1f with a "
-           "checkpoint per block and %.1f without. It holds two inputs and one block's residuals, "
-           "O(1) memory, and runs N (N - 1) / 2 = %d blocks again, O(N^2) compute.",
-           nested.beside < min(block.beside, without.beside) ? "least" : "not least",
+           "checkpoint per block and %.1f without. Of the blocks it holds two inputs and one's "
+           "residuals, O(1) memory, and runs N (N - 1) / 2 = %d blocks again, O(N^2) compute.",
+           nested.beside < min(block.beside, without.beside) ? "less" : "not less than both",
            mib_of(nested.beside), mib_of(block.beside), mib_of(without.beside), N * (N - 1) / 2);
 
     const double saved = 1 - (double)nested.step.predicted / block.step.predicted;
@@ -1127,7 +1124,7 @@ static void answer_strategy(const vector<CheckpointRun>& runs, const CheckpointR
            "A whole step, where gradients come as inputs go, is predicted to peak at %.1f MiB: "
            "nesting saves %s against %.1f MiB.",
            mib_of(nested.step.predicted),
-           saved < 0.005 ? "nothing" : strprintf("%.1f %%", 100 * saved).c_str(),
+           saved < 0.0005 ? "nothing" : strprintf("%.1f %%", 100 * saved).c_str(),
            mib_of(block.step.predicted));
 
     sketch(R"(def run(blocks, x):
@@ -1156,8 +1153,11 @@ static void answer_sizes(const vector<CheckpointRun>& runs, const string& model)
                                        r.step.ran() ? "" : " (out of memory)", size.c_str()));
         }
     }
-    answer("b", "In %s a step's peak is least with %s per checkpoint: %.1f MiB. Else it is %s.",
-           model.c_str(), list_of(least).c_str(), mib_of(best->step.peak), list_of(others).c_str());
+    answer(
+        "b",
+        "With checkpoints in %s a step's peak is least with %s per checkpoint: %.1f MiB. Else it "
+        "is %s.",
+        model.c_str(), list_of(least).c_str(), mib_of(best->step.peak), list_of(others).c_str());
 }
 
 // Runs one size: nesting on META alone, groups of blocks as real steps. Prints their table and the
@@ -1181,17 +1181,15 @@ int cmd_gradient_checkpointing(const Options& asked) {
                     name_of(context.mode))),
                 {"blocks per checkpoint", "beside MiB", "predicted step MiB", "peak step MiB",
                  "step_mean_ms"}};
-    bool ran = false;
     for (const auto& [checkpoint, beside, step] : runs) {
         table.row(name_of(checkpoint), mib_cell(beside), mib_cell(step.predicted),
                   step.ran() ? mib_cell(step.peak) : "", mean_cell(step));
-        ran |= step.ran();
     }
     table.row("nested", mib_cell(nested.beside), mib_cell(nested.step.predicted), "", "");
     print(table);
 
     answer_strategy(runs, nested, c.num_layers);
     answer_sizes(runs, c.name);
-    require_a_run(ran);
+    require_a_run();
     return 0;
 }

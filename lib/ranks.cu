@@ -501,7 +501,7 @@ static void choose_device_and_backend(Communicator& c, const string& device,
 
     const bool nccl = c.backend == "nccl";
     if (c.rank == 0 && device == "auto" && !nccl && !why.empty()) {
-        note("took gloo, on the CPU, where steps have the sizes of --quick (%s)", why.c_str());
+        note("took gloo, on the CPU (%s)", why.c_str());
     }
     const string backends_own = nccl ? "cuda" : "cpu";
     choose_device(device == "auto" ? backends_own : device, c.links->gpu);

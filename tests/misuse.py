@@ -52,6 +52,7 @@ nsys_profile --trace tests                                 | --trace: tests: can
 flash_leaderboard --d_model 1024 --num_heads 3             | --d_model 1024: takes 16, 32, 64, 80 or 128 times
 flash_leaderboard --d_model 272 --num_heads 16             | --d_model 272: takes 16, 32, 64, 80 or 128 times
 flash_leaderboard --impl none                              | --impl: none not in {all,auto,
+benchmarking_script --warmup 0,1,0                         | --warmup: takes each value once
 naive_ddp --nproc 0                                        | --nproc: got 0, takes a whole number from
 naive_ddp --backend mpi                                    | --backend: mpi not in {auto,nccl,gloo}
 naive_ddp --timeout nan                                    | --timeout: got nan, takes a number from 1.175494351e-38 to 100000

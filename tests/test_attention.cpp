@@ -33,15 +33,15 @@ TEST_CASE("answers: pytorch_attention") {
     };
     check_says(text(),
                {"**(a)** Memory runs out in 0 of the 5 configurations.",
-                "grows 3.97 times from S 8192 to 16384, with S^2. It is then 16457.0 MiB, of which "
+                "grows 3.97 times from S 8192 to 16384. It is then 16457.0 MiB, of which "
                 "the formula below explains 16425.0.",
-                "S 32768 and D 16, needs 160.1 GiB of 139.2.",
+                "S 32768, needs 160.1 GiB of 139.2.",
                 "exp(S - m) and P, 2 x 4 B S^2 = 2 x 4 x 8 x 32768^2 bytes = 64.0 GiB;",
                 "5 x 4 B S D = 80.0 MiB;", "2 x 4 B S = 2.0 MiB.", "it holds 5 arrays of",
                 "keeps L, one number per query", "It would hold q, k, v, O, dO and L, 81.0 MiB."});
     runs[2].naive = oom();
     check_says(text(), {"Memory runs out in 1 of the 5 configurations.",
-                        "from S 4096 to 8192, with S^2. It is then 4148.5 MiB"});
+                        "from S 4096 to 8192. It is then 4148.5 MiB"});
     runs[0].naive = runs[1].naive = oom();  // no length of the first D is left
     check_says(text(), {"Memory runs out in 3 of the 5 configurations.", "keeps L"});
     CHECK(!has(text(), "saved for backward"));
@@ -74,8 +74,8 @@ TEST_CASE("pytorch_attention names the smallest power of 2 that does not fit") {
     double needs = 0, has_GiB = 0;
     const size_t at = text.find("(doubling S, predicted), S ");
     REQUIRE(at != string::npos);
-    REQUIRE(sscanf(&text[at], "(doubling S, predicted), S %d and D 16, needs %lf GiB of %lf", &S,
-                   &needs, &has_GiB) == 3);
+    REQUIRE(sscanf(&text[at], "(doubling S, predicted), S %d, needs %lf GiB of %lf", &S, &needs,
+                   &has_GiB) == 3);
     auto peak = [](int S) {
         return mib_of(peak_of_passes(impl_named("naive"), {8, 1, S, S, 16, false}, F32)) / 1024;
     };

@@ -365,7 +365,7 @@ TEST_CASE("ddp: benchmarking commands") {
     Run alone =
         run_cs336(of_small_model({"naive_ddp_benchmarking", "--device", "cpu", "--nproc", "1"}));
     CHECK(alone.exit_code == 0);
-    CHECK(has(alone.out, "Nothing to compare: "));
+    CHECK(has(alone.out, "Not compared: "));
     CHECK(run_cs336({"naive_ddp_benchmarking", "--size", "tiny"}).exit_code == 2);
     CHECK(run_cs336({"ddp_bucketed_benchmarking", "--bucket_size_mb", "0"}).exit_code == 2);
 }
@@ -431,7 +431,8 @@ TEST_CASE("answers ddp: weights") {
     };
     CHECK(has(answers(),
               "The weights of 1 rank and of one process with the whole batch match: the largest "
-              "difference is 1.19e-07 (naive, lm_head.weight). Sums are taken in another order. "
+              "difference is 1.19e-07 (naive, lm_head.weight). Sums or products are rounded in "
+              "another order. "
               "All ranks hold "
               "the same bits.\n"));
     for (WeightsCheck& x : checks) { x.max = 0; }
@@ -467,10 +468,11 @@ static vector<DdpRun> recorded() {
 }
 TEST_CASE("answers ddp: naive, flat and overlapped") {
     vector<DdpRun> runs = recorded();
-    check_says(printed([&] { answer_naive_ddp_benchmarking(runs); }),
-               {"A step takes 133.32 ms: 41.6 % more than without communication (94.17 ms). 39.20 "
-                "ms of it (29.4 %) are exposed communication",
-                "The 435 all-reduces, one per tensor, move 7992.9 MB in 36.93 ms (216 GB/s)."});
+    check_says(
+        printed([&] { answer_naive_ddp_benchmarking(runs); }),
+        {"A step takes 133.32 ms: 41.6 % more than a step without communication (94.17 ms). 39.20 "
+         "ms of it (29.4 %) are exposed communication",
+         "The 435 all-reduces, one per tensor, move 7992.9 MB in 36.93 ms (216 GB/s)."});
     auto flat = [&] { return printed([&] { answer_minimal_ddp_flat_benchmarking(runs); }); };
     check_says(
         flat(),
@@ -527,19 +529,22 @@ TEST_CASE("answers ddp: ddp_bucketed_benchmarking") {
     auto answers = [&] { return printed([&] { answer_ddp_bucketed_benchmarking(runs); }); };
     check_says(
         answers(),
-        {"The fastest buckets have 100 MB: a step takes 103.94 ms, 6.1 % less than a tensor per "
+        {"The fastest cap on a bucket is 100 MB: a step takes 103.94 ms, 6.1 % less than a tensor "
+         "per "
          "call (110.65 ms) and 11.4 % less than flat (117.25 ms).\n",
          "Fewer calls should take less time; here they do: 25.66 ms in 9 calls, 58.7 % less than a "
-         "tensor per call (62.10 ms). A large last bucket should leave more exposed; here it does: "
+         "tensor per call (62.10 ms). Larger buckets may leave more exposed; here they do: "
          "3.07 ms with 1000 MB, 5.20 times as long as a tensor per call (0.59 ms).",
          "Here flat's all-reduce (23.07 ms) takes 0.44 times as long as backward (52.33 ms).",
          "From naive's time (435 calls) and flat's (one call), for s = 7992.9 MB, follow o = 31.94 "
          "us per call and w = 346.9 GB/s. The best bucket then has 297.6 MB and an overhead of "
          "1.72 ms."});
     runs[7].ms.total = of_six(104.02, 0.2);  // level
-    check_says(answers(), {"No bucket size is the fastest. With 100 MB: a step takes 103.94 ms, ",
-                           "Level with it: 1000 MB (104.02 ms, within 0.5 %, a clock's drift)."});
-    CHECK(!has(answers(), "The fastest buckets"));
+    check_says(
+        answers(),
+        {"No cap on a bucket is the fastest. With 100 MB: a step takes 103.94 ms, ",
+         "This run does not tell it from 1000 MB (104.02 ms, within 0.5 %, a clock's drift)."});
+    CHECK(!has(answers(), "The fastest cap"));
     runs[1].ms.communication = of_six(7992.9, 0.05);  // a call takes 18 ms
     check_says(answers(), {"The best bucket then has 7993 MB"});
     runs[1].ms.communication = of_six(22.1, 0.05);
@@ -596,7 +601,7 @@ TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
     runs[0].oom = true;
     CHECK(can(false));
     CHECK(printed([&] { CHECK(!can(true)); }) ==
-          "Nothing to compare: that takes several ranks, and ways that fit.\n");
+          "Not compared: that takes several ranks, and that all ways fit.\n");
     runs[1].oom = runs[2].oom = true;
     runs[2].predicted = (size_t)5 << 30;
     CHECK_THROWS_WITH(can(true), "no step ran: each rank needs 5.0 GiB");

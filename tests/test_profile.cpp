@@ -651,23 +651,24 @@ TEST_CASE("answers profile: nsys_profile on an H200") {
     begin_on(CPU);
     context.device = CUDA;
     ProfileRun r = recorded();
-    check_said(said(r),
-               {"**(a)** Forward takes 731.7 ms by the clock and 731.0 ms in the trace (2.7B at "
-                "context length 1024). They match within 0.5 %, a clock's drift (-0.1 %).",
-                "**(b)** In forward `sm80_xmma_gemm",
-                "kernel__5x_cublas` (43.1 %, 65 times per pass) takes the most time; 2.7B at",
-                "**(b)** With backward it is another one, `nt` (86.9 %, 1 time per pass",
-                "**(c)** Of forward's time 91.9 % goes to matrix products (2.7B at context length "
-                "1024). Of the rest most goes to softmax (5.5 %) and rope (2.5 %).",
-                "**(d)** From forward to a whole step the share of matrix products falls from 91.9 "
-                "to 82.9 %",
-                "**(d)** AdamW has no matrix products and takes 101.9 of the traced step's 2231.9 "
-                "ms (4.6 %).",
-                "**(d)** The other parts have 8.1 % of forward and 12.5 % of the step; there most "
-                "goes to softmax (12.5 %).",
-                "**(e)** Softmax takes 38.32 ms per forward and attention's two products 41.61 ms "
-                "(2.7B at context length 1024). It has 64 times fewer FLOPs (5 per score against 4 "
-                "x 80), and each takes 58.9 times as long."});
+    check_said(
+        said(r),
+        {"**(a)** Forward takes 731.688 ms by the clock and 731.049 ms in the trace (2.7B at "
+         "context length 1024). They match within 0.5 %, a clock's drift (-0.1 %).",
+         "**(b)** In forward `sm80_xmma_gemm",
+         "kernel__5x_cublas` (43.1 %, 65 times per pass) takes the most time; 2.7B at",
+         "**(b)** With backward it is another one, `nt` (86.9 %, 1 time per pass",
+         "**(c)** Of forward's time 91.9 % goes to matrix products (2.7B at context length "
+         "1024). Of the rest most goes to softmax (5.5 %) and rope (2.5 %).",
+         "**(d)** From forward to a whole step the share of matrix products falls from 91.9 "
+         "to 82.9 %",
+         "**(d)** AdamW has no matrix products and takes 101.9 of the traced step's 2231.9 "
+         "ms (4.6 %).",
+         "**(d)** The other parts have 8.1 % of forward and 12.5 % of the step; there most "
+         "goes to softmax (12.5 %).",
+         "**(e)** Softmax takes 38.32 ms per forward and attention's two products 41.61 ms "
+         "(2.7B at context length 1024). It has 64 times fewer FLOPs (5 per score against 4 "
+         "x 80), and each takes 58.9 times as long."});
     // The answers' runs are one size's longest whose step ran, or whose forward did.
     ProfileRuns runs = {r, r, r, r};
     runs[0].config.name = "small";
@@ -820,10 +821,12 @@ TEST_CASE("answers profile: memory_profiling on an H200") {
     MemoryRuns runs = recorded_memory();
     check_said(
         said(runs),
-        {"above the weights (12995.9 MiB) it has one equal peak per layer, 504.5 MiB at context "
+        {"above the weights (12995.9 MiB) it has one peak per layer, equal from the second on, "
+         "504.5 MiB at context "
          "length 512",
          "**(a)** A step changes memory per block by +166.1 MiB in forward, +233.9 in backward "
-         "(128 tokens) and +6502.1 MiB in forward, -6102.0 in backward (512 tokens).",
+         "(context length 128) and +6502.1 MiB in forward, -6102.0 in backward (context length "
+         "512).",
          "**(b)** At context length 512 forward's peak is 13.2 GiB; a step's is 65.2 GiB (2.7B, "
          "fp32).",
          "**(c)** Forward's peak changes by +45.5 % from fp32 to bf16 (context length 512): 16-bit "
@@ -850,7 +853,7 @@ TEST_CASE("answers profile: memory_profiling on an H200") {
     const string text = said(runs);
     check_said(text, {"it has one peak, in forward/lm_head, 504.5 MiB at context length 512.",
                       "**(a)** A step changes memory per block by +6502.1 MiB in forward, -6102.0 "
-                      "in backward (512 tokens)."});
+                      "in backward (context length 512)."});
     CHECK(!has(text, "per layer"));
     runs[1].block.oom = 1;
     CHECK(!has(said(runs), "per block"));
