@@ -548,9 +548,7 @@ static string causes(const MemoryUse& other, const MemoryUse& fsdp, double saved
                                       {ACTIVATIONS, 0.0}}) {
         const double mib =
             mib_of((double)fsdp.peak_by[category] - (double)other.peak_by[category] + expected);
-        if (mib != 0) {
-            parts.insert({-fabs(mib), strprintf("%s %+.1f", name_of(category), mib)});
-        }
+        if (mib != 0) { parts.insert({-fabs(mib), strprintf("%s %+.1f", name_of(category), mib)}); }
     }
     vector<string> all;
     for (const auto& part : parts) { all.push_back(part.second); }
