@@ -954,11 +954,14 @@ static void answer_optimizer_state_sharding_accounting(const vector<ShardingRun>
     const bool as_expected = fabs(state(ours) / state(whole) - 1.0 / ranks) < 0.01;
     answer("a",
            "At the peak before the step weights take %.1f MiB and gradients %.1f MiB. Activations "
-           "take %.1f MiB. The step, unless fp16 skips it, adds AdamW's moments: %.1f MiB "
-           "unsharded, %.1f MiB sharded, "
-           "which is %s 1/%d.",
-           mib_of(weights), mib_of(before_step[GRADIENTS]), mib_of(before_step[ACTIVATIONS]),
-           state(whole), state(ours), as_expected ? "the expected" : "not the expected", ranks);
+           "take %.1f MiB.",
+           mib_of(weights), mib_of(before_step[GRADIENTS]), mib_of(before_step[ACTIVATIONS]));
+    if (state(whole) > 0) {  // else fp16's loss scaling skipped the step
+        answer("a",
+               "The step adds AdamW's moments: %.1f MiB unsharded, %.1f MiB sharded, which is %s "
+               "1/%d.",
+               state(whole), state(ours), as_expected ? "the expected" : "not the expected", ranks);
+    }
 
     answer("b",
            "An iteration takes %.2f ms sharded, %s. Each rank steps only its share but then "

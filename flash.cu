@@ -978,8 +978,9 @@ FlashOutputs flash_outputs(const Tensor& qkv, int H) {
 // one step of the tape.
 Tensor flash_self_attention(const Tensor& qkv, int H) {
     Range range("attention");
-    auto* outputs_of_qkv = fast_ways.flash_outputs ? fast_ways.flash_outputs : flash_outputs;
-    const FlashOutputs out = outputs_of_qkv(qkv, H);
+    // fast_ways.flash_outputs gives what flash_outputs() gives: see fast_ways.h.
+    const FlashOutputs out =
+        fast_ways.flash_outputs ? fast_ways.flash_outputs(qkv, H) : flash_outputs(qkv, H);
 
     Tensor o = out.o;
     const AttentionTensors t = tensors_of(qkv, H, out);

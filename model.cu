@@ -604,7 +604,7 @@ static double last_part_ms(Phase phase, Model& model, const Batch& batch, LossSc
     synchronize();
     return now_ms() - begin;
 }
-static bool something_ran = false;  // of all phases that measure_model has timed
+static bool something_ran = false;  // true once measure_model has timed a phase
 
 // Times phases of a model in context's precision and mode. Returns for each phase its PassRun and,
 // but for forward, that of its last part: run and last. Only run has the peak that was seen.

@@ -915,10 +915,10 @@ static void answer_block(const MemoryRun& r) {
            list_of(five).c_str());
     answer(
         "f",
-        "Backward over the block frees that, but for 16-bit copies of weights, and memory changes "
-        "by %+.1f MiB. The difference is the gradients of its parameters: %.1f MiB, and %.1f by "
-        "the formula.",
-        mib_of(m.change), mib_of(m.gradients()), mib_of(m.formula));
+        "Backward over the block frees that%s, but memory changes by %+.1f MiB. The difference is "
+        "the gradients of its parameters: %.1f MiB, and %.1f by the formula.",
+        m.copies ? " except the 16-bit copies of weights" : "", mib_of(m.change),
+        mib_of(m.gradients()), mib_of(m.formula));
 }
 
 // Prints all answers; fails where no forward fits.

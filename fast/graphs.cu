@@ -127,8 +127,7 @@ static void launch(cudaGraphExec_t graph, const char* name) {
     graph_launches++;
 }
 static void copy_in_stream(const Tensor& to, const Tensor& from) {
-    CUDA_CHECK(cudaMemcpyAsync(to.data, from.data, to.size() * size_of(to.dtype), cudaMemcpyDefault,
-                               stream()));
+    CUDA_CHECK(cudaMemcpyAsync(to.data, from.data, to.bytes(), cudaMemcpyDefault, stream()));
 }
 
 // Returns the graphs of this kind of step, to be captured or launched. Null: `by_launches` has done

@@ -684,6 +684,8 @@ TEST_CASE("answers: fsdp_accounting") {
     set(fsdp, {500, 1301.1, 1000, 400, 425.8});
     CHECK(causes(other, fsdp, 500 * 1048576.0, 0) ==
           "weight copies -6048.8, activations -3574.2 and gradients +801.1");
+    fsdp.peak_by[WORKSPACE] = 32 << 20;
+    CHECK(has(causes(other, fsdp, 500 * 1048576.0, 0), "gradients +801.1 and workspace +32.0"));
     runs[0].oom = true;  // 10B
     CHECK(has(said(runs), "**(a)** DDP did not fit.\n"));
     runs[2].oom = true;

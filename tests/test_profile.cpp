@@ -822,8 +822,7 @@ TEST_CASE("answers profile: memory_profiling on an H200") {
     check_said(
         said(runs),
         {"above the weights (12995.9 MiB) it has one peak per layer, equal from the second on, "
-         "504.5 MiB at context "
-         "length 512",
+         "504.5 MiB at context length 512",
          "**(a)** A step changes memory per block by +166.1 MiB in forward, +233.9 in backward "
          "(context length 128) and +6502.1 MiB in forward, -6102.0 in backward (context length "
          "512).",
@@ -838,8 +837,11 @@ TEST_CASE("answers profile: memory_profiling on an H200") {
          "attention/scores matmul (matmul.cu:1).",
          "**(f)** One block saves 6502.1 MiB for backward (2.7B at context length 512, fp32), most "
          "by attention/softmax div 31.5 % and ffn linear 9.8 %.",
-         "memory changes by -6102.0 MiB. The difference is the gradients of its parameters: 400.0 "
-         "MiB, and 400.0 by the formula."});
+         "**(f)** Backward over the block frees that, but memory changes by -6102.0 MiB. The "
+         "difference is the gradients of its parameters: 400.0 MiB, and 400.0 by the formula."});
+    runs[1].block.copies = 1 << 20;
+    check_said(said(runs), {"frees that except the 16-bit copies of weights, but memory changes"});
+    runs[1].block.copies = 0;
     runs[1].step.oom = bytes(251782.2);  // a shorter one stands for the steps
     check_said(said(runs),
                {"a step's does not fit with 245.9 GiB (2.7B, fp32).",
