@@ -100,8 +100,8 @@ static string kind_of_step(const Model& model, const char* what, const Tensor& t
                            float loss_scale) {
     return strprintf("%s %s %d %d %s %d %g %p %p", what, to_string(tokens.shape).c_str(),
                      context.precision, context.recompute, name_of(context.checkpoint).c_str(),
-                     context.head_chunk, loss_scale,
-                     (void*)model.lm_head.gradient->low_precision.data, (void*)model.rope.data);
+                     context.head_chunk, loss_scale, model.lm_head.gradient->low_precision.data,
+                     model.rope.data);
 }
 // Returns the kernels of `work` as a graph; they are not run. Its buffers are those of `places`.
 static cudaGraphExec_t capture(const shared_ptr<StepPlaces>& places, const Job& work) {
@@ -135,7 +135,8 @@ static void copy_in_stream(const Tensor& to, const Tensor& from) {
 // kind only: where two kinds take turns, each step is a rehearsal again.
 static StepGraphs* graphs_or(Model& model, const string& kind, const Shape& tokens,
                              const Job& by_launches) {
-    if (!model.fast || ((StepGraphs*)model.fast.get())->kind != kind) {
+    auto* g = (StepGraphs*)model.fast.get();
+    if (!g || g->kind != kind) {
         start_cublas();  // whose workspace is no part of the step
         auto rehearsal = make_shared<StepGraphs>();
         model.fast = nullptr;  // its block goes before the new step needs the room
@@ -146,20 +147,19 @@ static StepGraphs* graphs_or(Model& model, const string& kind, const Shape& toke
         return nullptr;
     }
 
-    StepGraphs& g = *(StepGraphs*)model.fast.get();
-    if (!g.forward && !g.too_large) {
+    if (!g->forward && !g->too_large) {
         give_back_cached_memory();  // the rehearsal's buffers
-        g.too_large = g.bytes > available_memory(CUDA);
+        g->too_large = g->bytes > available_memory(CUDA);
     }
-    if (g.too_large) {
+    if (g->too_large) {
         by_launches();
         return nullptr;
     }
-    if (!g.forward) {
-        g.places->block = allocate(CUDA, g.bytes, ACTIVATIONS);
-        g.batch = {empty(tokens, I32, INPUTS), empty(tokens, I32, INPUTS)};
+    if (!g->forward) {
+        g->places->block = allocate(CUDA, g->bytes, ACTIVATIONS);
+        g->batch = {empty(tokens, I32, INPUTS), empty(tokens, I32, INPUTS)};
     }
-    return &g;
+    return g;
 }
 
 // Does a training step's two passes and returns the loss, as forward_backward(), which calls this,

@@ -178,7 +178,7 @@ struct Number {
             // k.here is freed in the compute stream's order, but a copy in the other stream may
             // still use it: so the compute stream waits. Unchecked: a destructor must not throw.
             if (k.here && k.is_there.event) {
-                cudaStreamWaitEvent(stream(), (cudaEvent_t)k.is_there.event.get());
+                cudaStreamWaitEvent(stream(), k.is_there.event.get());
             }
 #endif
             give_host_memory(k);

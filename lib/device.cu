@@ -586,7 +586,7 @@ static std::mutex events_mutex;
 static vector<cudaEvent_t> spare_events;
 
 // Returns an event that goes back to the spare ones: creating one costs as much as a launch.
-static shared_ptr<void> new_event() {
+static shared_ptr<CUevent_st> new_event() {
     std::lock_guard lock(events_mutex);
     cudaEvent_t event;
     if (spare_events.empty()) {
@@ -595,19 +595,17 @@ static shared_ptr<void> new_event() {
         event = spare_events.back();
         spare_events.pop_back();
     }
-    return shared_ptr<void>(event, [](void* e) {
-        std::lock_guard lock(events_mutex);
-        spare_events.push_back((cudaEvent_t)e);
-    });
+    return {event, [](cudaEvent_t e) {
+                std::lock_guard lock(events_mutex);
+                spare_events.push_back(e);
+            }};
 }
 Mark mark_on(cudaStream_t s) {
     Mark m{now_ms(), new_event()};
-    CUDA_CHECK(cudaEventRecord((cudaEvent_t)m.event.get(), s));
+    CUDA_CHECK(cudaEventRecord(m.event.get(), s));
     return m;
 }
-void await(cudaStream_t s, const Mark& m) {
-    CUDA_CHECK(cudaStreamWaitEvent(s, (cudaEvent_t)m.event.get()));
-}
+void await(cudaStream_t s, const Mark& m) { CUDA_CHECK(cudaStreamWaitEvent(s, m.event.get())); }
 #endif
 
 Mark mark() {
@@ -622,8 +620,7 @@ double ms_of(const Mark& m, const Mark& origin) {
 #ifdef HAVE_CUDA
     if (m.event && origin.event) {
         float ms;
-        CUDA_CHECK(
-            cudaEventElapsedTime(&ms, (cudaEvent_t)origin.event.get(), (cudaEvent_t)m.event.get()));
+        CUDA_CHECK(cudaEventElapsedTime(&ms, origin.event.get(), m.event.get()));
         return ms;
     }
 #endif

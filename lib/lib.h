@@ -281,7 +281,7 @@ vector<MemoryEvent> stop_memory_log();
 double now_ms();  // by a clock that is never set
 struct Mark {     // a moment in a GPU's stream; on the CPU, and for Gloo, one of the host's clock
     double ms = 0;
-    shared_ptr<void> event;  // a cudaEvent_t; null: on the CPU
+    shared_ptr<struct CUevent_st> event;  // a cudaEvent_t; null: on the CPU
 };
 Mark mark();                                      // in the compute stream
 double ms_of(const Mark& m, const Mark& origin);  // ms from origin to m, after synchronize()

@@ -322,7 +322,7 @@ struct Links {
 
 static bool has_ended(const Work& work) {
 #ifdef HAVE_CUDA
-    if (work.end.event) { return cudaEventQuery((cudaEvent_t)work.end.event.get()) == cudaSuccess; }
+    if (work.end.event) { return cudaEventQuery(work.end.event.get()) == cudaSuccess; }
 #endif
     return work.finished;
 }
