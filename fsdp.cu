@@ -509,7 +509,7 @@ static void print_fsdp_accounting(const string& caption, const vector<FsdpRun>& 
     Table memory{caption +
                      "; (a): rank 0 at its peak, MiB; early AdamW: each unit's step in backward",
                  {"Way", "peak", "predicted", "parameters", "copies", "gradients", "optimizer",
-                  "activations", "step (ms)"}};
+                  "activations, workspace", "step (ms)"}};
     for (const FsdpRun& run : runs) {
         const string predicted = mib_cell(run.predicted);
         if (run.oom) {
@@ -565,7 +565,7 @@ static void answer_fsdp_accounting(const vector<FsdpRun>& runs, int world, doubl
            mib_of(full - part), mib_of(split - part), 4 * bytes, 2 * bytes, 2 * bytes, 4 * bytes,
            psi, world);
     const FsdpRun& fsdp = runs[FULLY_SHARDED];
-    if (fsdp.oom) { return; }
+    if (fsdp.oom) { return answer("a", "FSDP did not fit."); }
 
     // held: the bytes that a rank holds; moments: those of AdamW's state that FSDP saves
     auto answer_against = [&](const FsdpRun& run, const char* name, double held, double moments) {

@@ -654,7 +654,7 @@ __global__ void cross_entropy_kernel(Wide<T>* loss,       // [N]
                                      int64_t, int64_t V) {
     const int64_t n = blockIdx.x;
     const T* l = logits + n * V;
-    float largest = -FLT_MAX;
+    float largest = -INFINITY;
     for (int64_t v = threadIdx.x; v < V; v += blockDim.x) { largest = fmaxf(largest, l[v]); }
     largest = block_max(largest);
 

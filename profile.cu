@@ -361,17 +361,20 @@ static string largest_others(const Kernels& all) {
 static void answer_shares(const ProfileRun& r) {
     const Kernels& forward = r.forward.kernels;
     const double in_forward = share(in(forward, "matmul"), forward);
+    // flash does attention's products within kernels of its own, which count as attention
+    const char* which = in(in(forward, "attention"), "matmul").empty() ? " outside attention" : "";
     answer("c",
-           "Of forward's time %.1f %% goes to matrix products (%s). Of the rest most goes to %s.",
-           in_forward, size_and_length(r).c_str(), largest_others(forward).c_str());
+           "Of forward's time %.1f %% goes to matrix products%s (%s). Of the rest most goes to %s.",
+           in_forward, which, size_and_length(r).c_str(), largest_others(forward).c_str());
 
     const Kernels& step = r.step.kernels;
     if (step.empty()) { return; }
     const double in_step = share(in(step, "matmul"), step);
-    answer(
-        "d",
-        "From forward to a whole step the share of matrix products %s from %.1f to %.1f %% (%s).",
-        in_step < in_forward ? "falls" : "rises", in_forward, in_step, size_and_length(r).c_str());
+    answer("d",
+           "From forward to a whole step the share of matrix products%s %s from %.1f to %.1f %% "
+           "(%s).",
+           which, in_step < in_forward ? "falls" : "rises", in_forward, in_step,
+           size_and_length(r).c_str());
 
     const Kernels adamw = in(step, "optimizer");
     answer("d",

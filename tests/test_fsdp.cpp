@@ -690,6 +690,7 @@ TEST_CASE("answers: fsdp_accounting") {
     CHECK(has(said(runs), "**(a)** DDP did not fit.\n"));
     runs[2].oom = true;
     runs[2].gather.clear();
+    CHECK(has(said(runs), "**(a)** FSDP did not fit.\n"));
     CHECK(!has(said(runs), "(b)"));
 }
 TEST_CASE("answers: leaderboard") {
