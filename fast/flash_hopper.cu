@@ -315,14 +315,16 @@ DEVICE void store_rows(const Heads& to, int b, int h, int first, int rows, const
     }
 }
 
-template <int HEAD>
+// Up to D 64 three groups have registers enough. See forward(), which asks for two where there are
+// few queries.
+template <int HEAD, int GROUPS = HEAD <= 64 ? 3 : 2>
 struct HopperForward {
-    static constexpr int D = HEAD;
-    static constexpr bool small = D <= 64;  // then three warpgroups have registers enough
-    static constexpr int groups = small ? 3 : 2, Bq = 64 * groups, Bk = 128, stages = 2;
+    static constexpr int D = HEAD, groups = GROUPS;
+    static constexpr int Bq = 64 * groups, Bk = 128, stages = 2;
     static constexpr int threads = 128 * (groups + 1);
     // of a thread
-    static constexpr int loader_registers = small ? 32 : 40, registers = small ? 160 : 232;
+    static constexpr int loader_registers = groups == 3 ? 32 : 40;
+    static constexpr int registers = groups == 3 ? 160 : 232;
     static constexpr int slabs = (D + SLAB - 1) / SLAB;
     static constexpr int q_slab = Bq * SLAB_ROW, k_slab = Bk * SLAB_ROW;  // bytes
     static constexpr int q_bytes = slabs * q_slab, k_bytes = slabs * k_slab;
@@ -343,7 +345,7 @@ struct alignas(8) ForwardBarriers {
 };
 // How many tiles of queries the forward's blocks have taken after their first ones, and how many
 // blocks have found none left; 0 between launches. A device has one pair, so two forwards must not
-// run at a time: forward() refuses a second stream.
+// run at a time: they have one stream.
 __device__ int tiles_taken, blocks_done;
 
 struct QueryTile {
@@ -1236,27 +1238,31 @@ static void launch_forward(const AttentionTensors& t) {
            tensor_map(t.q, Tile::Bq), tensor_map(t.k, Tile::Bk), tensor_map(t.v, Tile::Bk));
 }
 static void forward(const AttentionTensors& t) {
-    static const cudaStream_t only = stream();
-    if (stream() != only) { fail("hopper: forwards of two streams would take each other's tiles"); }
-    with_head_size(t, [&](auto D) { launch_forward<HopperForward<D>>(t); });
+    with_head_size(t, [&](auto D) {
+        if (t.q.dim(2) <= 1024) {
+            launch_forward<HopperForward<D, 2>>(t);
+        } else {
+            launch_forward<HopperForward<D>>(t);
+        }
+    });
 }
 
-template <class Tile>
-static void launch_backward(const AttentionTensors& t) {
-    AttentionArgs a = args_of(t);
-    Tensor memory;
-    BackwardWorkspace w = backward_begin<Tile::D>(a, memory);
-    launch<true>(hopper_backward_kernel<Tile>, attention_grid(a, ceil_div(a.Tk, Tile::Bk)),
-                 Tile::threads, Tile::bytes, a, w, tensor_map(t.q, Tile::Bq),
-                 tensor_map(t.k, Tile::Bk), tensor_map(t.v, Tile::Bk), tensor_map(t.dO, Tile::Bq));
-    backward_end<Tile::D>(a, w);
-}
 static void backward(const AttentionTensors& t) {
-    with_head_size(t, [&](auto D) { launch_backward<HopperBackward<D>>(t); });
+    with_head_size(t, [&](auto D) {
+        using Tile = HopperBackward<D>;
+        AttentionArgs a = args_of(t);
+        Tensor memory;
+        BackwardWorkspace w = backward_begin<D>(a, memory);
+        launch<true>(hopper_backward_kernel<Tile>, attention_grid(a, ceil_div(a.Tk, Tile::Bk)),
+                     Tile::threads, Tile::bytes, a, w, tensor_map(t.q, Tile::Bq),
+                     tensor_map(t.k, Tile::Bk), tensor_map(t.v, Tile::Bk),
+                     tensor_map(t.dO, Tile::Bq));
+        backward_end<D>(a, w);
+    });
 }
 static bool takes(DType t, int64_t D) {
-    static const bool runs_here = compiled_for(hopper_forward_kernel<HopperForward<64>>) == 90;
-    return t == BF16 && flash_head_size(D) && runs_here;
+    return t == BF16 && flash_head_size(D) &&
+           compiled_for(hopper_forward_kernel<HopperForward<64>>) == 90;
 }
 static const AddRow<AttentionImpl> row({"hopper", CUDA, 60, takes, nullptr, forward, backward});
 #endif
