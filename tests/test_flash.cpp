@@ -546,6 +546,10 @@ TEST_CASE_TEMPLATE("flash: long sequences", D, OnCPU, OnCUDA) {
     if (D::device == CUDA) {
         check_all({1, 1, 4097, 4097, 64}, true);
         check_all({1, 1, 4097, 1000, 128}, true);
+        // Hopper has larger tiles from here on
+        for (int head : {16, 32}) {
+            for (bool causal : {false, true}) { check_all({1, 2, 1090, 300, head}, causal); }
+        }
         // more blocks than the card holds at once: the kernels' large tiles
         check_all({3, 100, 129, 129, 64}, true);
         check_all({3, 100, 129, 65, 128}, false);
@@ -560,6 +564,7 @@ TEST_CASE_TEMPLATE(
     for (bool causal : {false, true}) { check_all({1, 2, 130, 130, 64}, causal, 60); }
     // One warp's maxima rise from tile to tile, its neighbours' stay.
     for (int head : {64, 80, 128}) { check_all({1, 1, 192, 300, head}, false, 30, true); }
+    if (D::device == CUDA) { check_all({1, 1, 1090, 300, 64}, false, 30, true); }
     for (DType dtype : low_types) {
         for (const AttentionImpl* impl : impls_for(dtype, 32)) {
             const Inputs in = random_inputs({1, 1, 5, 5, 32, true}, dtype, 1);
