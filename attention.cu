@@ -13,7 +13,7 @@
 //   O = P V
 // Q [B,H,Tq,D], K and V [B,H,Tk,D], O [B,H,Tq,D]; S and P are [B,H,Tq,Tk], the only arrays that
 // grow with T^2. The two products cost 4*B*H*Tq*Tk*D FLOPs, the softmax 5*B*H*Tq*Tk: 4D/5 times
-// less, yet in eager mode it takes as long as the products, because each of its five kernels moves
+// less, yet in eager mode it takes as long as the products, because each of its kernels moves
 // all of S through memory.
 //
 // Backward, given dO (handout, eq. 13-19; D_i, "delta" in the code, is not the head size):
@@ -81,8 +81,8 @@ static AttentionRuns run_grid(const Options& o, const AttentionImpl* other) {
 }
 static string grid_caption(const Options& o, const char* what) {
     return strprintf(
-        "%s; batch %d, no heads, no mask, precision fp32, 3 warmup, median of %d passes of each "
-        "kind",
+        "%s; batch %d, no heads, no mask, precision fp32, 3 warmup, medians; passes of each kind: "
+        "%d",
         what, GRID_BATCH, o.steps);
 }
 
@@ -172,8 +172,8 @@ int cmd_pytorch_attention(const Options& o) {
 //   dS_nj = P_nj (dP_nj - delta_n),  delta_n = sum_j P_nj dP_nj
 // The loop passes three times over a row. The kernel finds maximum and sum in one pass (the sum is
 // rescaled when the maximum grows: "online" softmax) and writes in a second; it moves at most 3
-// elements per entry, eager's five kernels move 8. Its maxima start from a finite number: a score
-// of -inf then adds exp(-inf) = 0, where -inf - -inf would be NaN.
+// elements per entry, eager's five kernels move 8 (with the tape 9). Its maxima start from a finite
+// number: a score of -inf then adds exp(-inf) = 0, where -inf - -inf would be NaN.
 
 // Overwrites S [N,Tk] with P, and writes L [N] if it is not null. Sums are fp64. Small arrays stay
 // on one core: to start the others would take longer.
@@ -722,18 +722,18 @@ string speedup_cell(const AttentionRun& r, AttentionPass pass) {
 }
 
 // Returns the end of a sentence that compares the other implementation with naive:
-// "faster in 17 of the 20 configurations that fit (0.58 to 5.76 times as fast), slower in 2, level
-// in 1. In 4 memory runs out"
+// "faster in 17 of the 20 configurations that fit (0.58 to 5.76 times as fast), slower in 2, not
+// told apart in 1. In 4 memory runs out"
 string compared(const AttentionRuns& runs, AttentionPass pass) {
     int fit = 0, oom = 0, faster = 0, slower = 0;
-    vector<double> factors;  // of those that are not level
+    vector<double> factors;  // of those that are told apart
     for (const AttentionRun& r : runs) {
         if (!both_fit(r)) {
             oom++;
             continue;
         }
         fit++;
-        if (level(r.other.ms[pass], r.naive.ms[pass])) { continue; }
+        if (level(r.other.ms[pass], r.naive.ms[pass]) != "") { continue; }
         const double factor = times_as_fast(r, pass);
         factors.push_back(factor);
         slower += factor < 1;
@@ -748,7 +748,9 @@ string compared(const AttentionRuns& runs, AttentionPass pass) {
         text += strprintf(" (%.2f to %.2f times as fast)", *least, *most);
     }
     if (slower > 0) { text += strprintf(", slower in %d", slower); }
-    if (fit > faster + slower) { text += strprintf(", level in %d", fit - faster - slower); }
+    if (fit > faster + slower) {
+        text += strprintf(", not told apart in %d", fit - faster - slower);
+    }
     if (oom > 0) { text += strprintf(". In %d memory runs out", oom); }
     return text;
 }

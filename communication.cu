@@ -99,7 +99,7 @@ static void answer_distributed_communication_single_node(const vector<AllReduceG
                 "size",
                 "%s: %s with %s takes %.4g ms for %g MB, %.1f times as long as for 1 MB (%.3g ms).",
                 has_latency ? "Latency slows the small tensor, bandwidth the large one"
-                            : "Bandwidth limits both",
+                            : "Time grows as the bytes do",
                 who, counted(group.ranks, "rank").c_str(), large, mb, large / small, small);
         } else {
             answer(
@@ -226,13 +226,14 @@ static void answer_least_batch(const Options& options, double alpha, double most
     // T_math = T_FSDP + T_TP, solved for B; T_math = T_FSDP alone gives `overlapped`
     const double overlapped = alpha * X / M_X, B = overlapped / (1 - Y / most_Y);
     answer("c",
-           "alpha = C / W = %g TFLOP/s / %g GB/s = %.1f FLOP per byte. Forward is compute bound "
-           "from B = (alpha X / M_X) / (1 - alpha Y / (M_Y F)) = (%.1f x %g / %g) / (1 - %.1f x %g "
-           "/ (%g x %g)) = %.0f tokens overall, %.1f per chip. There FSDP's gathers and TP's "
-           "all-reduces take turns. If both axes communicate at once, alpha X / M_X = %.0f tokens "
+           "alpha = C / W = %g TFLOP/s / %g GB/s = %.1f FLOP per byte. With many chips per axis "
+           "forward is compute bound from B = (alpha X / M_X) / (1 - alpha Y / (M_Y F)) = (%.1f x "
+           "%g / %g) / (1 - %.1f x %g "
+           "/ (%g x %g)) = %.1f tokens overall, %.1f per chip. There FSDP's gathers and TP's "
+           "all-reduces take turns. If both axes communicate at once, alpha X / M_X = %.1f tokens "
            "(%.1f per chip) are enough, with Y below M_Y F / alpha = %.1f.",
-           options.tflops, options.bandwidth_gb, alpha, alpha, X, M_X, alpha, Y, M_Y, F, ceil(B),
-           B / N, ceil(overlapped), overlapped / N, most_Y);
+           options.tflops, options.bandwidth_gb, alpha, alpha, X, M_X, alpha, Y, M_Y, F, B, B / N,
+           overlapped, overlapped / N, most_Y);
 
     double least = INFINITY, best_X = 0;  // tokens per chip, of the splits into whole numbers
     for (double x = 1; x <= N; x++) {
@@ -245,15 +246,15 @@ static void answer_least_batch(const Options& options, double alpha, double most
     // In turn, B(X) = (alpha X / M_X) / (1 - alpha N / (X M_Y F)) is least where TP takes half of
     // the time.
     const double per_chip = 4 * alpha * alpha / (M_X * M_Y * F);
-    answer("d",
-           "Choose the split: the least batch of %g chips is %.1f tokens per chip, with (X, Y) = "
-           "(%g, %g). It would be 4 alpha^2 / (M_X M_Y F) = 4 x %.1f^2 / (%g x %g x %g) = %.1f, if "
-           "X could be 2 alpha N / (M_Y F) = %.1f. Communication on both axes at once divides that "
-           "by 4: alpha^2 / (M_X M_Y F) = %.1f. Fewer bytes (8-bit weights halve alpha X / M_X), "
-           "more links per axis and pipeline stages lower it further. Gradient accumulation does "
-           "not: each micro-batch gathers the weights.",
-           N, least, best_X, N / best_X, alpha, M_X, M_Y, F, per_chip, 2 * N / most_Y,
-           per_chip / 4);
+    answer(
+        "d",
+        "Choose the split: the least batch with X Y = %g is %.1f tokens per chip, with (X, Y) = "
+        "(%g, %g). It would be 4 alpha^2 / (M_X M_Y F) = 4 x %.1f^2 / (%g x %g x %g) = %.1f, if "
+        "X could be 2 alpha N / (M_Y F) = %.1f. Communication on both axes at once would divide "
+        "this by 4: alpha^2 / (M_X M_Y F) = %.1f. Fewer bytes (8-bit weights halve alpha X / M_X), "
+        "more links per axis and pipeline stages lower it further. Gradient accumulation does "
+        "not: each micro-batch gathers the weights.",
+        N, least, best_X, N / best_X, alpha, M_X, M_Y, F, per_chip, 2 * N / most_Y, per_chip / 4);
 }
 
 // Answers (a), what the model takes; (b), how many devices hold it with its activations; then (c)
@@ -274,13 +275,14 @@ int cmd_communication_accounting(const Options& options) {
 
     const double state_gb = 16 * P / GB;  // with gradients and moments
     answer("", "communication_accounting; %s", origin().c_str());
-    answer("a",
-           "P = 2 D F L = 2 x %g x %g x %g = %.4g parameters take 4 P = %.1f GB in fp32. With "
-           "gradients and AdamW's two moments they take 16 P = %.1f GB, the memory of %.1f / %g = "
-           "%.2f, so %.0f GPUs. Backward saves 2 L (D + F) = 2 x %g x (%g + %g) = %.4g MB per "
-           "token in bf16.",
-           D, F, L, P, 4 * P / GB, state_gb, state_gb, GPU_GB, state_gb / GPU_GB,
-           ceil(state_gb / GPU_GB), L, D, F, per_token / MB);
+    answer(
+        "a",
+        "P = 2 D F L = 2 x %g x %g x %g = %.4g parameters take 4 P = %.1f GB in fp32. With "
+        "gradients and AdamW's two moments they take 16 P = %.1f GB, the memory of %.1f / %g = "
+        "%.2f GPUs, rounded up %.0f. Backward saves 2 L (D + F) = 2 x %g x (%g + %g) = %.4g MB per "
+        "token in bf16.",
+        D, F, L, P, 4 * P / GB, state_gb, state_gb, GPU_GB, state_gb / GPU_GB,
+        ceil(state_gb / GPU_GB), L, D, F, per_token / MB);
 
     // the least N with (16 P + A/2) / N + A/2 < a chip's memory
     auto least_devices = [&](double A) {
@@ -493,9 +495,10 @@ int cmd_fsdp_tp_calcs(const Options& options) {
     for (const PassCost& only : {fsdp, tp}) {
         if (costs[3].most != only.most) { continue; }
         answer("d",
-               "The other axis then has at most one device. So there is only the %s, and N <= "
-               "%.4g devices.",
+               "An axis has at least one device. So there is only the %s here, and N <= %.4g "
+               "devices.",
                only.what, only.most);
+        return 0;
     }
     return 0;
 }

@@ -63,7 +63,7 @@ struct LossScaler {
     int good_steps = 0, growth_interval = 2000;
 };
 void update_scale(LossScaler& scaler, bool found_inf);
-float loss_scale_of(const LossScaler& scaler);  // returns the scale, but 1 unless in fp16
+float loss_scale_of(const LossScaler& scaler);  // returns the scale in fp16, else 1
 
 // -------------------------------------------------------------------------------------------------
 // layers.cu: the model's ops, in the order of the forward pass. Each runs in context.mode, and
@@ -71,7 +71,7 @@ float loss_scale_of(const LossScaler& scaler);  // returns the scale, but 1 unle
 
 // The weights of a block, in the order of the forward pass; o is output_proj. The fused op takes q,
 // k and v as one product, and w1 and w3 as one: qkv [3C,C] and w13 [2F,C] are these joined weights,
-// views of their parts, which lie side by side.
+// on the same memory as their parts, which lie side by side.
 struct Layer {
     Tensor ln1, q, k, v, qkv, o, ln2, w1, w3, w13, w2;
 };
@@ -117,7 +117,7 @@ struct Parameter {
 };
 struct Model {
     ModelConfig config;
-    vector<Parameter> parameters;  // in the order in which backward finishes their gradients
+    vector<Parameter> parameters;  // about in the order in which backward finishes their gradients
     Tensor weights;                // an arena; under FSDP this rank's shard
     Tensor gradients, m, v;  // null until make_gradients, make_optimizer_state; FSDP: the norms'
     Tensor embedding, ln_final, lm_head;
@@ -158,7 +158,7 @@ void make_ready(Model& model, int64_t T);
 Tensor forward(Model& model, const Tensor& tokens);
 // Returns the same without a tape. The next call may overwrite these logits.
 Tensor infer(Model& model, const Tensor& tokens);
-// Return how --checkpoint names it, and what it names so; a usage error if that is nothing.
+// Convert to and from the words of --checkpoint; an unknown word is a usage error.
 string name_of(const Checkpointing& k);
 Checkpointing checkpointing_from(const string& name);
 

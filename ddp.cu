@@ -15,9 +15,9 @@
 // -------------------------------------------------------------------------------------------------
 // Data parallel. The four ways differ in two things: how the flat gradients are cut into buckets,
 // and whether a bucket goes as soon as backward has finished it or after all of backward. The
-// gradients lie in one buffer, in the order in which backward finishes them. So buckets are ranges
-// of this buffer, and nothing is copied. The step is model.cu's train_step, with
-// data_parallel_trainer's hooks.
+// gradients lie in one buffer, in the order in which backward finishes them (but for a few: see
+// DataParallel::missing). So buckets are ranges of this buffer, and nothing is copied. The step is
+// model.cu's train_step, with data_parallel_trainer's hooks.
 
 // The ways, in the order of ddp.h's Strategy.
 static const struct {
@@ -42,8 +42,8 @@ struct DataParallel {
     Tensor gradients;              // flat, in backward order
     vector<Parameter> parameters;  // the model's, by offset; a tied one stands here once
     // The offsets of the parameters whose gradient backward has not finished in this step. It is a
-    // set, since in mode eager backward finishes q, k and v in another order than they lie, and
-    // since it may never finish a parameter's on which this rank's loss does not depend.
+    // set, since in mode eager backward finishes q, k and v, and w1 and w3, in another order than
+    // they lie, and since it never finishes one on which this rank's loss does not depend.
     set<int64_t> missing{};
     vector<Bucket> buckets{};
     // The bucket that is sent next. All ranks send them in this order, since a collective has no
@@ -124,7 +124,7 @@ static shared_ptr<DataParallel> data_parallel(const Communicator& c, Strategy st
     return made;
 }
 
-static void reset_buckets(DataParallel& d) {  // before each backward
+static void reset_buckets(DataParallel& d) {  // before each step
     d.next = 0;
     d.works.clear();
     for (const Parameter& parameter : d.parameters) { d.missing.insert(parameter.offset); }
@@ -329,7 +329,7 @@ void print_checks(const Communicator& c, const Options& options, int steps, cons
            options.command == "fsdp" ? "FSDP on " : "", counted(c.world, "rank").c_str(),
            wrong ? strprintf("DIFFER in %d of %zu rows", wrong, checks.size()).c_str() : "match",
            worst->max, worst->way.c_str(), worst->what.c_str(),
-           wrong || worst->max == 0 ? "" : " Sums or products are rounded in another order.",
+           wrong || worst->max == 0 ? "" : " Rounding differs.",
            wrong ? "" : " All ranks hold the same bits.");
     if (!everywhere(c, wrong == 0)) { fail("the weights differ"); }
 }
@@ -566,8 +566,7 @@ void run_way(WayRun& way, const Communicator& c, const Options& options, const M
     if (c.world > 1) {
         run();  // where one rank finds no memory, the others cannot go on
     } else {
-        // That it fits has been checked. With held = needs run_if_fits does not check it again, and
-        // only catches OutOfMemory.
+        // It was checked above. With held = needs run_if_fits only catches OutOfMemory.
         way.oom = run_if_fits(way.name, way.predicted, run, way.predicted) > 0;
     }
     if (fast_ways.free_shared) { fast_ways.free_shared(c); }
@@ -693,9 +692,8 @@ static void print_steps(const string& caption, const DdpRuns& runs, const WayRun
 static string against(const Stats& ours, const Stats& theirs, const char* name) {
     const double times = ours.mean / theirs.mean, percent = 100 * fabs(times - 1);
     const string they = strprintf("%s (%.2f ms)", name, theirs.mean);
-    const char* why_level = level(ours, theirs);
-    if (why_level && percent > 10) { return "too noisy to compare with " + they; }
-    if (why_level) { return "level with " + they + " " + why_level; }
+    const string level_with = level(ours, theirs, " with " + they);
+    if (level_with != "") { return level_with; }
     if (times > 2) { return strprintf("%.2f times as long as %s", times, they.c_str()); }
     return strprintf("%.1f %% %s than %s", percent, times > 1 ? "more" : "less", they.c_str());
 }
@@ -737,9 +735,9 @@ static void answer_ddp_overlap_individual_parameters_benchmarking(const DdpRuns&
 
     const double calls = over.ms.communication.mean, backward = over.ms.backward.mean;
     answer("b",
-           "In naive's trace (--trace FILE.json) all all-reduces lie after backward, and the "
-           "compute stream waits %.2f ms. In overlapped's, %.1f %% of their time lies under "
-           "backward, and it waits %.2f ms.",
+           "Naive's all-reduces all lie after backward, and the step waits %.2f ms for them. Of "
+           "overlapped's time %.1f %% lies under backward, and the step waits %.2f ms. These are "
+           "the timed steps' means; --trace FILE.json shows one more step of each.",
            naive.ms.exposed.mean, 100 * over.ms.hidden.mean / calls, over.ms.exposed.mean);
     if (calls > backward) {
         answer("b", "The calls take %.2f ms, backward %.2f ms, so they cannot all lie under it.",
@@ -758,21 +756,21 @@ static void answer_fastest_bucket(const DdpRuns& runs) {
     vector<string> others;
     for (const DdpRun& run : bucketed) {
         const Stats& total = run.ms.total;
-        const char* why_level = level(total, best);
-        if (&run == fastest || !why_level) { continue; }
-        others.push_back(strprintf("%s (%.2f ms, %s)", run.name.c_str(), total.mean, why_level));
+        const string why = level(total, best);
+        if (&run == fastest || why == "") { continue; }
+        others.push_back(strprintf("%s (%.2f ms, %s)", run.name.c_str(), total.mean, why.c_str()));
     }
 
-    answer("a",
-           others.empty()
-               ? "The fastest cap on a bucket is %s: a step takes %.2f ms, %s and %s."
-               : "No cap on a bucket is the fastest. With %s: a step takes %.2f ms, %s and %s.",
-           fastest->name.c_str(), best.mean,
-           against(best, runs[OVERLAPPED].ms.total, "a tensor per call").c_str(),
-           against(best, runs[FLAT].ms.total, "flat").c_str());
-    if (!others.empty()) {
-        answer("a", "This run does not tell it from %s.", list_of(others).c_str());
-    }
+    answer(
+        "a",
+        others.empty()
+            ? "The fastest cap on a bucket is %s: a step takes %.2f ms, %s and %s."
+            : "This run does not show which cap on a bucket is the fastest. With %s a step takes "
+              "%.2f ms, %s and %s.",
+        fastest->name.c_str(), best.mean,
+        against(best, runs[OVERLAPPED].ms.total, "a tensor per call").c_str(),
+        against(best, runs[FLAT].ms.total, "flat").c_str());
+    if (!others.empty()) { answer("a", "It is not told apart from %s.", list_of(others).c_str()); }
 }
 
 // Answers (a) whether large buckets do what one expects: fewer calls take less time in all, and a
@@ -782,7 +780,9 @@ static void answer_large_buckets(const DdpRuns& runs) {
     const DdpRun& few = *std::min_element(runs.begin() + BUCKETED, runs.end(), by_calls);
     const DdpRun& many = runs[OVERLAPPED];
     if (few.calls >= many.calls) { return; }
-    auto is_more = [](const Stats& a, const Stats& b) { return a.mean > b.mean && !level(a, b); };
+    auto is_more = [](const Stats& a, const Stats& b) {
+        return a.mean > b.mean && level(a, b) == "";
+    };
     const Stats &calls = few.ms.communication, &more_calls = many.ms.communication;
     const Stats &exposed = few.ms.exposed, &exposed_of_many = many.ms.exposed;
     answer("a", "%s: %.2f ms in %s, %s. %s: %.2f ms with %s, %s.",
@@ -823,9 +823,9 @@ static void answer_ddp_bucketed_benchmarking(const DdpRuns& runs) {
     if (o > 0 && o < flat_ms) {
         const double best = min(s, sqrt(s * o * w));  // at least one bucket
         answer("b",
-               "From naive's time (%.0f calls) and flat's (one call), for s = %.1f MB, follow o = "
-               "%.4g us per call and w = %.4g GB/s. The best bucket then has %.4g MB and an "
-               "overhead of %.3g ms.",
+               "From naive's time (%.0f calls) and flat's (one call), for s = %.5g MB, follow o = "
+               "%.4g us per call and w = %.4g GB/s. The best bucket, of at most s, then has %.4g "
+               "MB and an overhead of %.3g ms.",
                n, s, 1e3 * o, w, best, best / w + s / best * o);
     } else {
         answer(
@@ -972,16 +972,17 @@ static void answer_optimizer_state_sharding_accounting(const vector<ShardingRun>
 
     // Psi (N-1)/N elements in MB: a rank sends two or three times as much
     const double part = 1e-6 * weights * (ranks - 1) / ranks;
-    answer("c",
-           "ZeRO-1, too, shards only the optimizer's state: %.1f MiB per rank, ours %.1f MiB. It "
-           "sends less: with a reduce-scatter of gradients and an all-gather of weights, a rank "
-           "sends 2 Psi (N-1)/N elements (%.1f MB) of Psi parameters. Ours all-reduces gradients "
-           "and broadcasts weights: 3 Psi (N-1)/N (%.1f MB).%s The handout's ranks own whole "
-           "tensors; ours, like ZeRO's, own equal parts of one flat buffer.",
-           state(zero), state(ours), 2 * part, 3 * part,
-           backend == "gloo" ? " In this run ZeRO-1 sends as much as ours: over Gloo our "
-                               "reduce-scatter is an all-reduce."
-                             : "");
+    answer(
+        "c",
+        "ZeRO-1, too, shards only the optimizer's state: %.1f MiB per rank, ours %.1f MiB. It "
+        "sends less: with a true reduce-scatter of gradients and an all-gather of weights, a rank "
+        "sends 2 Psi (N-1)/N elements (%.1f MB) of Psi parameters. Ours all-reduces gradients "
+        "and broadcasts weights: 3 Psi (N-1)/N (%.1f MB).%s The handout's ranks own whole "
+        "tensors; ours, like ZeRO's, own equal parts of one flat buffer.",
+        state(zero), state(ours), 2 * part, 3 * part,
+        backend == "gloo" ? " But in this run it sends as much as ours: over Gloo our "
+                            "reduce-scatter is an all-reduce."
+                          : "");
 }
 
 // Runs the three optimizers and prints their times, the peaks of rank 0's memory, and the answers.

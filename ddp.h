@@ -141,7 +141,10 @@ bool can_compare(const Communicator& c, const vector<Run>& runs, bool all = true
     }
     if (fit == 0) { fail_without_step(runs.back()); }
     const bool can = c.world > 1 && (!all || fit == runs.size());
-    if (!can) { answer("", "Not compared: that takes several ranks, and that all ways fit."); }
+    if (!can) {
+        answer("", "Not compared: %s.",
+               c.world > 1 ? "not all ways fit" : "it takes several ranks");
+    }
     return can;
 }
 // Returns a table of steps without rows. add_step adds a way's row: its step's time and parts, or

@@ -38,8 +38,8 @@
 //   11. dS = P (dP - D_i)
 //   12. dQ_i += dS K_j / sqrt(D)
 //   13. dK_j += dS^T Q_i / sqrt(D)
-// dK_j and dV_j are sums over the queries, dQ_i is one over the keys: who owns a tile of one kind
-// loops over the other kind's.
+// dK_j and dV_j are sums over the queries, dQ_i is one over the keys: an owner of queries
+// loops over the keys, an owner of keys over the queries.
 
 static Heads heads_of(const Tensor& t) {
     if (!t) { return {}; }
@@ -252,7 +252,7 @@ AttentionArgs step_7(const AttentionTensors& t, Tensor* memory) {
 
 // -------------------------------------------------------------------------------------------------
 // 1.3.2 flash_forward (b) and flash_backward, flash_v1: the same on a GPU, as simply as it goes. A
-// block owns a tile of 32 rows (of Q; for dK and dV of K and V) and has a warp for each:
+// block owns a tile of 32 rows (Q's; in dK's and dV's kernel K's and V's) and has a warp for each:
 // threadIdx.y is the warp, threadIdx.x the lane, blockIdx.x the head, blockIdx.y the tile. The
 // warp's lanes hold that row's columns in registers: columns lane, lane + 32, ... Tiles of 32 rows
 // of the other side pass through shared memory; in a product, lane j takes the tile's row j. All
@@ -442,11 +442,6 @@ static void flash_v1_backward(const AttentionTensors& t) {
         LAUNCH(flash_v1_dkv_kernel<T>, v1_grid(a, a.Tk), threads, a);
     });
 }
-#else
-static void flash_v1_forward(const AttentionTensors&) {
-    fail("flash_v1: this build is for the CPU only");
-}
-constexpr auto flash_v1_backward = flash_v1_forward;
 #endif
 
 // -------------------------------------------------------------------------------------------------
@@ -461,8 +456,8 @@ constexpr auto flash_v1_backward = flash_v1_forward;
 //   - The exponential is exp2, which the GPU has. With c = log2(e) / sqrt(D), and m[r] holding m
 //     log2(e), step 3's exp(S - m) is exp2(c x - m[r]), where x is the product without the scale.
 //   - Step 2 is lazy: see v2_raise_maximum.
-// What it costs: P and dS are rounded to 16 bits where they enter a product, and fp32 stays with
-// flash_v1. In fp16 dS may overflow, as in PyTorch; the loss scale is halved then.
+// What it costs: P and dS are rounded to 16 bits where they enter a product, and fp32 cannot go
+// this way. In fp16 dS may overflow, as in PyTorch; the loss scale is halved then.
 //
 // A matrix in registers (its name ends in _rmem) is cut into squares of 8x8 (a block is always one
 // of threads): x[r][n] is square r down and n across. Each lane has two neighbours of each square,
@@ -492,7 +487,7 @@ HD constexpr int v2_own(int R) { return V2_WARPS * 8 * R; }
 HD constexpr int v2_keys(int D) { return D > 64 ? 32 : 64; }
 HD constexpr int v2_queries(int D) {
     if (D == 16) { return 64; }  // v2_load copies 64 rows at a time
-    return D == 80 ? 16 : 32;    // at D = 128 a warp owns 16 rows alone: see flash_v2_backward
+    return D == 80 ? 16 : 32;    // at D = 128 a warp owns only 16: see flash_v2_backward
 }
 HD constexpr int v2_stride(int D) { return D + 8; }
 
@@ -857,7 +852,7 @@ static size_t v2_memory() {
     return compiled_for(flash_step_7_kernel<fp16>) < 80 ? min<size_t>(most, 64 << 10) : most;
 }
 // Calls f(zero, D, R): zero has the tensors' type, and the compiler knows their head size D and the
-// R that a warp owns. It is 4, 32 rows, where a block has the memory and every SM still gets more
+// R: a warp owns 8 R rows. It is 4 where a block has the memory and every SM still gets more
 // than two blocks; else 2.
 template <class F>
 static void v2_with(const AttentionTensors& t, int matrices, F f) {
@@ -901,20 +896,19 @@ static bool flash_v2_takes(DType t, int64_t D) {
     const bool multiplies = (t == BF16 && compiled >= 80) || (t == F16 && compiled >= 75);
     return multiplies && flash_head_size(D) && v2_bytes(2, (int)D, 2) <= v2_memory();
 }
+static bool flash_v1_takes(DType, int64_t D) { return flash_head_size(D); }
 #endif
 
 // -------------------------------------------------------------------------------------------------
 // 1.3.2, the table of implementations: dispatch, commands, benchmarks and tests walk it.
 
-static bool flash_on_gpu(DType, int64_t D) { return flash_head_size(D); }
 static bool only_fp32(DType t, int64_t) { return t == F32; }
 bool flash_head_size(int64_t D) { return D == 16 || D == 32 || D == 64 || D == 80 || D == 128; }
 
 static const AddRow<AttentionImpl> flash_impls[] = {
     {{"tiled", CPU, 30, only_fp32, nullptr, flash_forward_cpu, flash_backward_cpu}},
-    // A build for the CPU has this, too: memory is predicted for a GPU.
-    {{"flash_v1", CUDA, 30, flash_on_gpu, nullptr, flash_v1_forward, flash_v1_backward}},
 #ifdef HAVE_CUDA
+    {{"flash_v1", CUDA, 30, flash_v1_takes, nullptr, flash_v1_forward, flash_v1_backward}},
     {{"flash_v2", CUDA, 40, flash_v2_takes, nullptr, flash_v2_forward, flash_v2_backward}},
 #endif
 };
@@ -926,11 +920,11 @@ const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D) {
     for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
         if (impl.forward && impl.device == device && impl.takes(dtype, D)) { best = &impl; }
     }
-    if (best && best->forward == flash_v1_forward && dtype == F16) { return nullptr; }
+    if (best && best->name == string("flash_v1") && dtype == F16) { return nullptr; }
     return best;
 }
 
-// Returns the same as a reference, and is a usage error if there is none. On META it looks for the
+// The same as a reference; it is a usage error if there is none. On META it looks for the
 // device that is planned for. The CPU's row takes fp32 alone, but a plan, which calls no row, may
 // count any dtype.
 const AttentionImpl& require_flash(Device device, DType dtype, int64_t D) {

@@ -53,8 +53,8 @@ struct Fsdp {
     WorkPtr gathers[2];
     vector<FsdpWait> waits;  // of this step
     // Each unit takes its AdamW step as soon as its gradient is an average, and its gradient is not
-    // kept. That is for steps of one backward whose gradients need no norm first, for clipping or
-    // for fp16's loss scale. fsdp_optimizer_step still follows: it steps the RMSNorms' weights.
+    // kept. The step then has one backward, and needs no norm before (clipping, fp16's loss scale).
+    // fsdp_optimizer_step still follows: it steps the RMSNorms' weights.
     bool steps_in_backward = false;
     // The unit that backward has come to; in forward, the number of units. start_reduce has run for
     // every unit above it.
@@ -249,7 +249,7 @@ static void start_reduce(Fsdp& fsdp, int i) {
 }
 
 // Runs when backward comes to unit i. The gradients of unit i + 1 are complete then, so their
-// reduce-scatter starts. The loop does that once, since backward comes to every unit in turn. Unit
+// reduce-scatter starts. It runs once, as backward comes to every unit in turn. Unit
 // i's weights may have been overwritten since forward, so pre_forward gets them again; it also
 // starts the gather of unit i - 1. The head, the last unit, has no pre_backward.
 static void pre_backward(Fsdp& f, int i) {
@@ -400,8 +400,8 @@ static Trainer fsdp_trainer(const Communicator& c, const ModelConfig& config, ui
 }
 
 // -------------------------------------------------------------------------------------------------
-// fsdp: N ranks against one process that sees the whole batch, as in ddp.cu, in all precisions and
-// modes.
+// fsdp: N ranks against one process that sees the whole batch, as in ddp.cu, in the cases of this
+// table.
 
 constexpr int STEPS = 3;
 
@@ -506,10 +506,12 @@ static void add_unit_times(const Fsdp& fsdp, int steps, FsdpRun& run) {
 
 // Prints (a)'s table, a row for each way, and (b)'s, a row for each of FSDP's units.
 static void print_fsdp_accounting(const string& caption, const vector<FsdpRun>& runs) {
-    Table memory{caption +
-                     "; (a): rank 0 at its peak, MiB; early AdamW: each unit's step in backward",
-                 {"Way", "peak", "predicted", "parameters", "copies", "gradients", "optimizer",
-                  "activations, workspace", "step (ms)"}};
+    Table memory{
+        caption +
+            "; (a): rank 0 at its peak, MiB; other: activations and workspace; early AdamW: "
+            "each unit's step in backward",
+        {"Way", "peak", "predicted", "parameters", "copies", "gradients", "optimizer", "other",
+         "step (ms)"}};
     for (const FsdpRun& run : runs) {
         const string predicted = mib_cell(run.predicted);
         if (run.oom) {
@@ -548,7 +550,9 @@ static string causes(const MemoryUse& other, const MemoryUse& fsdp, double saved
                                       {ACTIVATIONS, 0.0}}) {
         const double mib =
             mib_of((double)fsdp.peak_by[category] - (double)other.peak_by[category] + expected);
-        if (mib != 0) { parts.insert({-fabs(mib), strprintf("%s %+.1f", name_of(category), mib)}); }
+        if (fabs(mib) >= 0.05) {
+            parts.insert({-fabs(mib), strprintf("%s %+.1f", name_of(category), mib)});
+        }
     }
     vector<string> all;
     for (const auto& part : parts) { all.push_back(part.second); }
@@ -587,14 +591,14 @@ static void answer_fsdp_accounting(const vector<FsdpRun>& runs, int world, doubl
     }
     answer("b",
            "%s in time for forward: those after layer 0 take %.3f ms, and forward waits %.3f ms "
-           "for them. Those of the embedding and of layer 0 have no block to hide under: it waits "
-           "%.3f and %.3f ms.",
+           "for them. No block runs before those of the embedding and of layer 0: it waits %.3f "
+           "and %.3f ms for them.",
            waits < 0.05 * gathers ? "The gathers come" : "Not all gathers come", gathers, waits,
            fsdp.wait[0], fsdp.wait[1]);
 }
 
-// Times the four ways and prints tables and answers. The times of gathers that are printed are way
-// FSDP's.
+// Times the ways, in fp16 without the last, and prints tables and answers. The times of gathers are
+// way FSDP's.
 int cmd_fsdp_accounting(const Options& typed) {
     return run_ranks(typed, [&](const Communicator& c) {
         Options options = typed;

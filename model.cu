@@ -156,7 +156,7 @@ Model make_model(const ModelConfig& c, DType dtype) {
     return model;
 }
 
-// Fills a weight with numbers that depend on the seed and the name alone.
+// Fills a weight with numbers that depend on the seed, the name and the shape.
 void init_weight(const Tensor& weight, const string& name, uint64_t seed) {
     float mean = 0, std = 1;
     if (weight.shape.size() == 1) {
@@ -212,10 +212,10 @@ void make_ready(Model& model, int64_t T) {
 // -------------------------------------------------------------------------------------------------
 // A block
 
-// The residual stream x, [B,T,C], is sum + delta. delta is the part that += was given last (null:
-// there was none yet), and it is not added yet: the kernel of the next norm adds it to sum, and
-// the next += replaces it. The reason: modes fused and flash have one kernel for both, add_rmsnorm,
-// which reads and writes x once. Mode eager adds there, too, by an op of its own.
+// The residual stream x, [B,T,C], is sum + delta. += only stores its part in delta (null: there was
+// none yet); the next norm adds that to sum. So between two += there has to be a norm. The reason:
+// modes fused and flash have one kernel for both, add_rmsnorm, which reads and writes x once. Mode
+// eager adds there, too, by an op of its own.
 struct Residual {
     Tensor sum;
     float eps;
@@ -606,8 +606,8 @@ static double last_part_ms(Phase phase, Model& model, const Batch& batch, LossSc
 }
 static bool something_ran = false;  // true once measure_model has timed a phase
 
-// Times phases of a model in context's precision and mode. Returns for each phase its PassRun and,
-// but for forward, that of its last part: run and last. Only run has the peak that was seen.
+// Times phases of a model in context's precision and mode. Stores each phase's run and, but for
+// forward, its last part's as `last`. Only `run` has the measured peak.
 static StepRun measure_model(const ModelConfig& c, const Options& o, const vector<Phase>& phases) {
     StepRun r{c, context.precision, context.mode};
     const int B = o.batch_size, T = o.context_length;
@@ -800,7 +800,7 @@ static void answer_warmup(const StepRun& run, const vector<int>& warmup, int ste
 
     if (!first_is_slow) { return; }
     const bool captures = fast_ways.graphs_take && run.mode == FLASH && context.device == CUDA;
-    answer("c", "The first step also %s%s, which raises the mean.",
+    answer("c", "The first step also %s%s, which can raise the mean.",
            context.device == CUDA
                ? "loads the kernels' code, creates the cuBLAS handle and grows the memory pool"
                : "touches its memory for the first time",
@@ -858,9 +858,8 @@ static string relative_speed(const Setting& ours, const Setting& theirs, Pass pa
     for (size_t i = 0; i < ours.runs.size(); i++) {
         const Stats &a = ours.runs[i].pass[pass].ms, &b = theirs.runs[i].pass[pass].ms;
         if (a.n == 0 || b.n == 0) { continue; }
-        const char* why = level(a, b);
-        const string verdict =
-            why ? strprintf("level %s", why) : strprintf("%.2f times as fast", b.mean / a.mean);
+        string verdict = level(a, b);
+        if (verdict == "") { verdict = strprintf("%.2f times as fast", b.mean / a.mean); }
         verdicts.push_back(verdict + " for " + ours.runs[i].config.name);
     }
     if (verdicts.empty()) { return "not to be compared"; }
@@ -895,7 +894,7 @@ static Table settings_table(const string& caption, const vector<Setting>& settin
     return table;
 }
 // Prints the table, and an answer for each setting but the first, about the first and the last of
-// the passes. Returns false where nothing ran.
+// the passes.
 static void compare_settings(const string& caption, const char* part,
                              const vector<Setting>& settings, const vector<Pass>& passes) {
     print(settings_table(caption, settings, passes));
@@ -1113,10 +1112,11 @@ static vector<CheckpointRun> run_checkpoints(const ModelConfig& c, const Options
 static void answer_strategy(const vector<CheckpointRun>& runs, const CheckpointRun& nested, int N) {
     const CheckpointRun &block = runs.front(), &without = runs.back();
     answer("a",
-           "Beside weights and gradients linear nesting holds %s: %.1f MiB, against %.1f with a "
+           "Beside weights and gradients linear nesting %s: %.1f MiB, against %.1f with a "
            "checkpoint per block and %.1f without. Of the blocks it holds two inputs and one's "
            "residuals, O(1) memory, and runs N (N - 1) / 2 = %d blocks again, O(N^2) compute.",
-           nested.beside < min(block.beside, without.beside) ? "less" : "not less than both",
+           nested.beside < min(block.beside, without.beside) ? "holds less"
+                                                             : "does not hold less than both",
            mib_of(nested.beside), mib_of(block.beside), mib_of(without.beside), N * (N - 1) / 2);
 
     const double saved = 1 - (double)nested.step.predicted / block.step.predicted;
@@ -1138,14 +1138,15 @@ static void answer_strategy(const vector<CheckpointRun>& runs, const CheckpointR
 static void answer_sizes(const vector<CheckpointRun>& runs, const string& model) {
     const CheckpointRun* best = nullptr;
     for (const CheckpointRun& r : runs) {
-        if (r.checkpoint && r.step.ran() && (!best || r.step.peak < best->step.peak)) { best = &r; }
+        if (r.step.ran() && (!best || r.step.peak < best->step.peak)) { best = &r; }
     }
     if (!best) { return; }
 
     vector<string> least, others;
     for (const CheckpointRun& r : runs) {
-        const string size = r.checkpoint ? counted(r.checkpoint.n, "block") : "no checkpoints";
-        if (r.checkpoint && r.step.ran() && r.step.peak < 1.001 * best->step.peak) {
+        const string size =
+            r.checkpoint ? "checkpoints of " + counted(r.checkpoint.n, "block") : "no checkpoints";
+        if (r.step.ran() && r.step.peak < 1.001 * best->step.peak) {
             least.push_back(size);
         } else {
             others.push_back(strprintf("%.1f%s with %s",
@@ -1153,11 +1154,9 @@ static void answer_sizes(const vector<CheckpointRun>& runs, const string& model)
                                        r.step.ran() ? "" : " (out of memory)", size.c_str()));
         }
     }
-    answer(
-        "b",
-        "With checkpoints in %s a step's peak is least with %s per checkpoint: %.1f MiB. Else it "
-        "is %s.",
-        model.c_str(), list_of(least).c_str(), mib_of(best->step.peak), list_of(others).c_str());
+    answer("b", "In %s a step's peak is least with %s: %.1f MiB.", model.c_str(),
+           list_of(least).c_str(), mib_of(best->step.peak));
+    if (!others.empty()) { answer("b", "Else it is %s.", list_of(others).c_str()); }
 }
 
 // Runs one size: nesting on META alone, groups of blocks as real steps. Prints their table and the
@@ -1175,7 +1174,7 @@ int cmd_gradient_checkpointing(const Options& asked) {
     const vector<CheckpointRun> runs = run_checkpoints(c, s.o);
 
     Table table{s.caption(strprintf(
-                    "gradient_checkpointing: %s, N = %d blocks, precision %s, mode %s; beside: "
+                    "gradient_checkpointing: %s, blocks N = %d, precision %s, mode %s; beside: "
                     "held beside weights and gradients, predicted; step: with AdamW",
                     c.name.c_str(), c.num_layers, name_of(context.precision),
                     name_of(context.mode))),

@@ -6,10 +6,10 @@
 
 // -------------------------------------------------------------------------------------------------
 // mixed_precision_accumulation: s = 0; a thousand times s = round(s + x), with x = round(0.01).
-// Both roundings err. x is rounded once, but its error is added a thousand times. s is rounded in
-// every step, by up to half of its last bit, and by the same error while s stays between two powers
-// of two. The rounding of s can stop the sum: when x is less than half of the last bit of s, s no
-// longer moves.
+// Both roundings err. x is rounded once, but its error is added a thousand times. Every step rounds
+// s, by at most half of its last bit, and by the same error while s stays between two powers of
+// two. The rounding of s can stop the sum: when x is less than half of the last bit of s,
+// s no longer moves.
 
 constexpr int ADDITIONS = 1000;
 
@@ -136,7 +136,7 @@ static vector<DType> toy_model_dtypes(Precision precision) {
     Tensor after_fc1 = linear(x, fc1);  // casts both: see autocast_operand
     Tensor after_ln = layer_norm(relu(after_fc1), ln_weight, ln_bias, 1e-5f);
     Tensor logits = linear(after_ln, fc2);
-    Tensor loss = cross_entropy(logits, targets);  // on the fp32 list, as layer_norm: widens first
+    Tensor loss = cross_entropy(logits, targets);  // on the fp32 list, as layer_norm: it widens
     backward(loss);
 
     return {fc1.dtype,    after_fc1.dtype, after_ln.dtype,

@@ -14,7 +14,7 @@ using Json = nlohmann::json;
 // Kernels and their ranges
 
 // This file sorts work by the names of the ranges around it. They are:
-//   "matmul"                     lib/matmul.cu, around every matrix product
+//   "matmul"                     lib/matmul.cu, around every matrix product but flash's
 //   "attention"                  attention.cu and flash.cu, around all of it
 //   "softmax"                    attention.cu, both by its definition and fused
 //   "rope", "swiglu", "rmsnorm"  layers.cu
@@ -154,7 +154,7 @@ using ProfileRuns = vector<ProfileRun>;
 // Returns the time of the trace's forwards in ms, without the first: each lasts from its first
 // kernel's start to its last one's end. NAN: fewer than two were traced.
 static Stats forward_in_trace(const Trace& trace) {
-    // By the forward's outermost range: its first work, of which `end` becomes the last end of all.
+    // By the forward's outermost range: its first work, with `end` moved to the last one's.
     map<int, TracedWork> forwards;
     for (const TracedWork& w : trace.work) {  // by start
         if (w.range < 0) { continue; }
@@ -214,7 +214,7 @@ static string size_and_length(const ProfileRun& r) {
 }
 
 // Shortens a kernel's name to a cell. In csv it is the whole name. In Markdown it is 25 characters,
-// so that the table stays within 120 columns, and what many names begin with is left out. These
+// so that the table stays near 120 columns, and what many names begin with is left out. These
 // characters stand together in the whole name, so a search for them finds it.
 static string name_cell(string name) {
     constexpr size_t MOST = 25;
@@ -315,11 +315,11 @@ static void answer_times(const ProfileRun& r) {
         return answer("a", "Forward takes %.1f ms by the clock; no kernels were traced: %s (%s).",
                       clock, r.no_kernels.c_str(), size_and_length(r).c_str());
     }
-    const char* within = level(r.forward.ms, r.in_trace);
-    const string verdict = within ? strprintf("match %s", within) : "differ";
+    const string why = level(r.forward.ms, r.in_trace);
     answer("a",
            "Forward takes %.3f ms by the clock and %.3f ms in the trace (%s). They %s (%+.1f %%).",
-           clock, traced, size_and_length(r).c_str(), verdict.c_str(), 100 * (traced / clock - 1));
+           clock, traced, size_and_length(r).c_str(), why == "" ? "differ" : ("are " + why).c_str(),
+           100 * (traced / clock - 1));
 }
 
 // Describes the kernel with the most time: "`gemm` (40.2 %, 97 times per pass)".
@@ -738,9 +738,9 @@ static BlockMemory saved_by(const MemoryRun& r, int blocks, uint64_t seed) {
     m.change = left[1] - left[0];
     return m;
 }
-// (f) Finds what one block saves for backward: what a model of three blocks saves more than one of
-// two. `change` is that of the middle one of three. By the formula a block's gradients are those of
-// four matrices C x C, three C x F, and two norms.
+// (f) Finds what one block saves for backward: what three blocks save beyond two. `change` is that
+// of the middle one of three. By the formula a block's gradients are those of four matrices C x C,
+// three C x F, and two norms.
 static void profile_block(MemoryRun& r, uint64_t seed) {
     ModelConfig largest = r.config;
     largest.num_layers = 3;
@@ -776,7 +776,7 @@ static MemoryRun profile_memory(const ModelConfig& config, Precision precision, 
             Model model = random_model(config, seed);
             const Batch batch = random_batch(B, T, config.vocab_size, seed);
             LossScaler scaler;
-            // Gradients, moments and the libraries' own memory come with the first run and stay.
+            // AdamW's moments and the libraries' own memory come with the first run and stay.
             run_phase(phase, model, batch, scaler);
 
             synchronize();
@@ -824,12 +824,10 @@ static const MemoryRun* longest(const MemoryRuns& runs, Phase phase) {
 // (a) Tells what forward alone has above the weights, and where its peak is.
 static void answer_forward(const MemoryRun& r) {
     const size_t* by = r.forward.use.peak_by;
-    const string peak = is_inside(r.peak_in, "layer")
-                            ? "one peak per layer, equal from the second on"
-                            : "one peak, in " + r.peak_in;
+    const string peak = is_inside(r.peak_in, "layer") ? "a layer" : r.peak_in;
     answer("a",
-           "Forward alone keeps nothing for backward: above the weights (%.1f MiB%s) it has %s, "
-           "%.1f MiB at context length %d.",
+           "Forward alone keeps nothing for backward: above the weights (%.1f MiB%s) it has its "
+           "peak in %s, %.1f MiB at context length %d.",
            mib_of(by[PARAMETERS]), by[WEIGHT_COPIES] ? " and their growing 16-bit copies" : "",
            peak.c_str(), mib_of(by[ACTIVATIONS]), r.T);
 }

@@ -114,8 +114,8 @@ int cmd_train(const Options& o) {
     t.model = random_model(c, o.seed);
     const double before = mean_loss(t.model, held_out, T);
 
-    Table rows{strprintf("train %s: %zu bytes, a tenth held out; d_model %d, d_ff %d, %d layers, "
-                         "%d heads; batch %d, context length: %d, seed %" PRIu64
+    Table rows{strprintf("train %s: %zu bytes, a tenth held out; d_model %d, d_ff %d, layers: %d, "
+                         "heads: %d; batch %d, context length: %d, seed %" PRIu64
                          ", lr %g; precision %s, mode %s; held-out loss before: %.4f",
                          o.data.c_str(), all.size(), c.d_model, c.d_ff, c.num_layers, c.num_heads,
                          o.batch_size, T, o.seed, o.lr, name_of(context.precision),
@@ -133,7 +133,7 @@ int cmd_train(const Options& o) {
            "are held.",
            t.steps, before, after, mib_of(memory_use(context.device).peak));
     if (o.sample > 0) {
-        answer("", "The held-out text's first %d bytes continued:", T);
+        answer("", "The held-out text's first bytes (%d), continued:", T);
         sketch(continue_text(t.model, held_out, T, o.sample, o.seed) + "\n");
     }
     return 0;
@@ -251,7 +251,7 @@ int cmd_model(const Options& o) {
     if (o.steps > 0) { add_parts(out, "param.", model, model.weights); }
 
     save_tensors(o.out, out);
-    printf("model %s: %d layers, tokens %s; loss %.6f; wrote %zu tensors to %s\n",
+    printf("model %s: num_layers %d, tokens %s; loss %.6f; wrote %zu tensors to %s\n",
            o.weights.c_str(), model.config.num_layers, to_string(batch.tokens.shape).c_str(), loss,
            out.size(), o.out.c_str());
     return 0;

@@ -643,18 +643,20 @@ string deviation(const Stats& s, const char* format) {
     return s.n > 1 ? strprintf(format, s.std) : "";
 }
 
-// Returns within what two means are level; null: they differ.
-const char* level(const Stats& a, const Stats& b) {
+// Returns within what two means are level, or that they are too noisy; "" where they differ.
+string level(const Stats& a, const Stats& b, const string& with) {
     const double difference = fabs(a.mean - b.mean), larger = max(a.mean, b.mean);
-    if (difference <= 0.005 * larger) { return "within 0.5 %, a clock's drift"; }
+    if (difference <= 0.005 * larger) { return "level" + with + " within 0.5 %, a clock's drift"; }
 
     const int n = min(a.n, b.n);
-    const double error = 2 * std::hypot(a.std / sqrt(a.n), b.std / sqrt(b.n));
-    if (n >= 5) { return difference <= error ? "within twice the standard error" : nullptr; }
+    double noise = 2 * std::hypot(a.std / sqrt(a.n), b.std / sqrt(b.n));  // of the means
+    if (n < 5) { noise = max(noise, n == 1 ? 0.1 * larger : std::hypot(a.std, b.std)); }
+    if (difference > noise) { return ""; }
 
-    const double noise = n == 1 ? 0.1 * larger : std::hypot(a.std, b.std);
-    return difference <= max(noise, error) ? "within the deviations: too few steps to compare"
-                                           : nullptr;
+    if (difference > 0.1 * larger) { return "too noisy to compare" + with; }
+    return "level" + with +
+           (n < 5 ? " within the deviations: too few steps to compare"
+                  : " within twice the standard error");
 }
 
 // Returns the ms of f in the last n of warmup + n runs by the device's own events. The host waits

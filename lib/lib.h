@@ -295,11 +295,13 @@ struct Stats {
 };
 Stats stats_of(vector<double> values);
 string deviation(const Stats& s, const char* format);  // a cell with s.std; "" for n = 1
-// Says within what two mean times are level ("within twice the standard error"); null: they differ.
-// They are level if their difference is below 0.5 % of the larger, by which clocks drift, or below
-// twice its standard error. With fewer than 5 runs that error is not known: then the difference
-// must exceed the deviations, too; a single run's deviation is taken to be 10 %.
-const char* level(const Stats& a, const Stats& b);
+// Compares two mean times: "level within twice the standard error", or, where they are level though
+// a tenth or more apart, "too noisy to compare"; "" if they differ. `with` follows the first word
+// or words (" with naive"). They are level if their difference is below 0.5 % of the larger, by
+// which clocks drift, or below twice its standard error. With fewer than 5 runs that error is not
+// known: then the difference must exceed the deviations, too; a single run's deviation is taken to
+// be 10 %.
+string level(const Stats& a, const Stats& b, const string& with = "");
 // Both run f warmup + n times, and return the ms of each of the last n. time_ms waits for the end
 // of each run, and counts that. time_queued_ms does not: the device's own events time f, which
 // follows `prepare`. So the latency of launches does not count where the device is slower.
@@ -445,7 +447,7 @@ struct Tensor {
     shared_ptr<Memory> memory;  // null: there is no tensor (false as a bool)
     char* data = nullptr;       // its first element, within the memory
     DType dtype = F32;
-    // Strides are in elements. All tensors are row-major but for the views that eager mode makes.
+    // Strides are in elements. All tensors are row-major but for views (transpose, slices).
     Shape shape, stride;
     shared_ptr<struct Gradient> gradient;  // null: nobody asks for one
     explicit operator bool() const { return memory != nullptr; }
@@ -474,7 +476,7 @@ void copy(const Tensor& to, const Tensor& from);
 // Returns a copy on the device (t itself if it is there already), without its gradient.
 Tensor to_device(const Tensor& t, Device device);
 Tensor detached(const Tensor& t);          // the same data, no gradient
-Tensor require_gradient(const Tensor& t);  // the same data, a leaf of its own (tests, toy models)
+Tensor require_gradient(const Tensor& t);  // the same data, a leaf of its own
 // Both return a tensor on context.device.
 Tensor from_floats(const vector<float>& values, const Shape& shape, DType dtype = F32);
 Tensor from_ints(const vector<int>& values, const Shape& shape);
@@ -565,8 +567,8 @@ void scale_in_place(const Tensor& t, const Tensor& s);  // s: []
 void copy_or_add(const Tensor& to, const Tensor& from, bool accumulate);
 
 // -------------------------------------------------------------------------------------------------
-// tensor.cu: ops, each one kernel that records itself on the tape. Dtypes and broadcasting are
-// PyTorch's (precision.cu explains autocast).
+// tensor.cu: ops, mostly one kernel each, that record themselves on the tape. Dtypes and
+// broadcasting are PyTorch's (precision.cu explains autocast).
 
 using BinaryOp = Tensor(const Tensor& a, const Tensor& b);
 BinaryOp add, sub, mul, div;

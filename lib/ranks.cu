@@ -693,7 +693,7 @@ void enqueue(const Communicator& c, const Lane& lane, Work& work, const Collecti
 }
 
 // One lane for all collectives. Each begins when what the compute stream has been given so far is
-// done: mark() stands behind that. FSDP's rule for its buffers rests on it.
+// done: mark() stands behind that. Callers that use a buffer again rest on it.
 static Lane only_lane;
 static void connect_nccl(const Communicator& c) {
     // The default is blocking. A non-blocking communicator starts a thread for every collective.

@@ -1177,7 +1177,9 @@ Tensor pick_last(const Tensor& a, const Tensor& index) {
 // Whether a run's memory fits
 
 // Returns how many bytes `run` would hold at its peak, beyond what is held before. It runs on META,
-// where nothing is computed, but every buffer is counted as the device would have it.
+// where nothing is computed, but every tensor is counted as the device would have it. What else the
+// device holds is not counted: cuBLAS's workspace of 32 MiB, NCCL's buffers, and what a kernel
+// takes only for its own run.
 size_t planned_peak(const Job& run) {
     RestoreContext restore;
     context.widening = multiplies_copies(context.device, matmul_dtype());

@@ -116,7 +116,7 @@ TEST_CASE("answers: torch_compile's attention") {
     check_says(text(),
                {"forward is faster in 0 of the 1 configuration that fit (0.83 to 0.83 times as "
                 "fast), slower in 1. In 1 memory runs out. Its backward is faster in 0 of the 1 "
-                "configuration that fit, level in 1. In 1 memory runs out. "});
+                "configuration that fit, not told apart in 1. In 1 memory runs out. "});
 }
 
 TEST_CASE_TEMPLATE("weighted_sum's table has no time and no rate of 0", D, OnCPU, OnCUDA) {

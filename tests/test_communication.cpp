@@ -64,7 +64,7 @@ TEST_CASE("answers communication: distributed_communication_single_node") {
                  {false, 6, {1.2, 6, 79, 745.33}},
                  {true, 2, {0.035, 0.07, 0.37, 3.099}},
                  {true, 4, {0.04, 0.1, 0.5, 4.274}}}),
-        {"Bandwidth limits both: Gloo with 2 ranks takes 501.3 ms for 1000 MB, 904.8 times as "
+        {"Time grows as the bytes do: Gloo with 2 ranks takes 501.3 ms for 1000 MB, 904.8 times as "
          "long as for 1 MB (0.554 ms).",
          "Latency slows the small tensor, bandwidth the large one: NCCL with 2 ranks takes "
          "3.099 ms for 1000 MB, 88.5 times as long",
@@ -399,14 +399,12 @@ TEST_CASE("calcs: answers where communication is the limit, or an axis goes") {
     narrow.d_ff = 64;
     short_batch.tokens = 1024;
     check_calcs_say(csv_of(cmd_data_parallel_calcs, few), {"= 1.932 devices"});
-    check_calcs_say(
-        csv_of(cmd_fsdp_tp_calcs, narrow),
-        {"The other axis then has at most one device. So there is only the FSDP axis, and "
-         "N <= 30.82 devices"});
-    check_calcs_say(
-        csv_of(cmd_fsdp_tp_calcs, short_batch),
-        {"The other axis then has at most one device. So there is only the TP axis, and N "
-         "<= 8.513 devices"});
+    check_calcs_say(csv_of(cmd_fsdp_tp_calcs, narrow),
+                    {"An axis has at least one device. So there is only the FSDP axis here, and "
+                     "N <= 30.82 devices"});
+    check_calcs_say(csv_of(cmd_fsdp_tp_calcs, short_batch),
+                    {"An axis has at least one device. So there is only the TP axis here, and N "
+                     "<= 8.513 devices"});
 }
 TEST_CASE("calcs: wrong options") {
     for (const auto& [option, value] : {pair("--devices", "1"),
@@ -445,12 +443,13 @@ TEST_CASE("accounting: table and answers") {
         csv_of(cmd_communication_accounting, xxl()),
         {"(a) P = 2 D F L = 2 x 16384 x 53248 x 126 = 2.198e+11 parameters take 4 P = 879.4 GB in "
          "fp32.",
-         "16 P = 3517.6 GB, the memory of 3517.6 / 80 = 43.97, so 44 GPUs.", "= 17.55 MB per token",
+         "16 P = 3517.6 GB, the memory of 3517.6 / 80 = 43.97 GPUs, rounded up 44.",
+         "= 17.55 MB per token",
          "below 95 GB from N = 38 devices on; with 2048 tokens per device, from N = 46 on.",
          "= 10828 tokens per device on", "= 2555.6 FLOP per byte.",
-         " Forward is compute bound from B = (alpha X / M_X) / (1 - alpha Y / (M_Y F)) = (2555.6 x "
-         "16 / 2) / (1 - 2555.6 x 4 / (1 x 53248)) = 25302 tokens overall, 395.3 per chip",
-         "20445 tokens (319.4 per chip)", "259.3 tokens per chip, with (X, Y) = (8, 8).",
+         " forward is compute bound from B = (alpha X / M_X) / (1 - alpha Y / (M_Y F)) = (2555.6 x "
+         "16 / 2) / (1 - 2555.6 x 4 / (1 x 53248)) = 25301.7 tokens overall, 395.3 per chip",
+         "20444.4 tokens (319.4 per chip)", "259.3 tokens per chip, with (X, Y) = (8, 8).",
          "= 245.3, if X could be 2 alpha N / (M_Y F) = 6.1.", "= 61.3."});
 }
 TEST_CASE("accounting: where nothing fits") {
@@ -474,6 +473,6 @@ TEST_CASE("answers communication: communication_accounting names a split that ex
     o.tflops = 460;
     o.bandwidth_gb = 180;
     check_says(printed([&] { cmd_communication_accounting(o); }),
-               {"the least batch of 64 chips is 259.3 tokens per chip, with (X, Y) = (8, 8).",
+               {"the least batch with X Y = 64 is 259.3 tokens per chip, with (X, Y) = (8, 8).",
                 "if X could be 2 alpha N / (M_Y F) = 6.1."});
 }

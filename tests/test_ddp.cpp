@@ -431,9 +431,7 @@ TEST_CASE("answers ddp: weights") {
     };
     CHECK(has(answers(),
               "The weights of 1 rank and of one process with the whole batch match: the largest "
-              "difference is 1.19e-07 (naive, lm_head.weight). Sums or products are rounded in "
-              "another order. "
-              "All ranks hold "
+              "difference is 1.19e-07 (naive, lm_head.weight). Rounding differs. All ranks hold "
               "the same bits.\n"));
     for (WeightsCheck& x : checks) { x.max = 0; }
     CHECK(has(answers(),
@@ -489,9 +487,9 @@ TEST_CASE("answers ddp: naive, flat and overlapped") {
     check_says(overlapped(),
                {"**(a)** Overlapped, a step takes 110.65 ms: 17.0 % less than naive (133.32 ms), "
                 "and 5.6 % less than flat (117.25 ms).",
-                "**(b)** In naive's trace (--trace FILE.json) all all-reduces lie after backward, "
-                "and the compute stream waits 39.20 ms. In overlapped's, 99.1 % of their time lies "
-                "under backward, and it waits 0.59"});
+                "**(b)** Naive's all-reduces all lie after backward, and the step waits 39.20 ms "
+                "for them. Of overlapped's time 99.1 % lies under backward, and the step waits "
+                "0.59 ms. These are"});
     CHECK(!has(overlapped(), "cannot all lie under it"));  // 62.10 ms of calls, 68.24 of backward
     runs[3].ms.backward = of_six(19.8, 0.1);
     check_says(overlapped(),
@@ -537,16 +535,18 @@ TEST_CASE("answers ddp: ddp_bucketed_benchmarking") {
          "3.07 ms with 1000 MB, 5.20 times as long as a tensor per call (0.59 ms).",
          "Here flat's all-reduce (23.07 ms) takes 0.44 times as long as backward (52.33 ms).",
          "From naive's time (435 calls) and flat's (one call), for s = 7992.9 MB, follow o = 31.94 "
-         "us per call and w = 346.9 GB/s. The best bucket then has 297.6 MB and an overhead of "
+         "us per call and w = 346.9 GB/s. The best bucket, of at most s, then has 297.6 MB and an "
+         "overhead of "
          "1.72 ms."});
     runs[7].ms.total = of_six(104.02, 0.2);  // level
     check_says(
         answers(),
-        {"No cap on a bucket is the fastest. With 100 MB: a step takes 103.94 ms, ",
-         "This run does not tell it from 1000 MB (104.02 ms, within 0.5 %, a clock's drift)."});
+        {"This run does not show which cap on a bucket is the fastest. With 100 MB a step takes "
+         "103.94 ms, ",
+         "It is not told apart from 1000 MB (104.02 ms, level within 0.5 %, a clock's drift)."});
     CHECK(!has(answers(), "The fastest cap"));
     runs[1].ms.communication = of_six(7992.9, 0.05);  // a call takes 18 ms
-    check_says(answers(), {"The best bucket then has 7993 MB"});
+    check_says(answers(), {"The best bucket, of at most s, then has 7993 MB"});
     runs[1].ms.communication = of_six(22.1, 0.05);
     check_says(
         answers(),
@@ -602,8 +602,7 @@ TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
     CHECK(can(true));
     runs[0].oom = true;
     CHECK(can(false));
-    CHECK(printed([&] { CHECK(!can(true)); }) ==
-          "Not compared: that takes several ranks, and that all ways fit.\n");
+    CHECK(printed([&] { CHECK(!can(true)); }) == "Not compared: not all ways fit.\n");
     runs[1].oom = runs[2].oom = true;
     runs[2].predicted = (size_t)5 << 30;
     CHECK_THROWS_WITH(can(true), "no step ran: each rank needs 5.0 GiB");

@@ -273,24 +273,26 @@ TEST_CASE("measure: statistics") {
     CHECK(stats_of({3}).median == 3);
 
     auto why = [](double mean, double std, int n, double other = 10, double other_std = 0.3) {
-        const char* text =
-            level({mean, std, mean, mean, mean, n}, {other, other_std, other, other, other, n});
-        return string(text ? text : "");
+        return level({mean, std, mean, mean, mean, n}, {other, other_std, other, other, other, n});
     };
-    CHECK(why(10.05, 0, 100) == "within 0.5 %, a clock's drift");
+    CHECK(why(10.05, 0, 100) == "level within 0.5 %, a clock's drift");
     CHECK(why(10.06, 0, 100, 10, 0) == "");
     // 2 hypot(0.3, 0.3) / sqrt(10) = 0.268
-    CHECK(why(10.26, 0.3, 10) == "within twice the standard error");
+    CHECK(why(10.26, 0.3, 10) == "level within twice the standard error");
     CHECK(why(10.28, 0.3, 10) == "");
-    CHECK(why(10.59, 0.3, 2) == "within the deviations: too few steps to compare");
+    CHECK(why(10.59, 0.3, 2) == "level within the deviations: too few steps to compare");
     CHECK(why(10.61, 0.3, 2) == "");
     // hypot(0.3, 0.3) = 0.424
-    CHECK(why(10.42, 0.3, 4) == "within the deviations: too few steps to compare");
+    CHECK(why(10.42, 0.3, 4) == "level within the deviations: too few steps to compare");
     CHECK(why(10.43, 0.3, 4) == "");
     // From 5 runs on the standard error counts alone: 2 hypot(0.3, 0.3) / sqrt(5) = 0.379
     CHECK(why(10.42, 0.3, 5) == "");
-    CHECK(why(11.1, 0, 1, 10, 0) == "within the deviations: too few steps to compare");
+    CHECK(why(11.1, 0, 1, 10, 0) == "level within the deviations: too few steps to compare");
     CHECK(why(11.2, 0, 1, 10, 0) == "");
+    // level, but a tenth or more apart
+    CHECK(why(11, 2, 3) == "level within the deviations: too few steps to compare");
+    CHECK(why(11.2, 2, 3) == "too noisy to compare");
+    CHECK(why(8.8, 3, 10) == "too noisy to compare");
 }
 
 TEST_CASE("measure: time_ms warms up, then times") {

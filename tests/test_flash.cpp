@@ -825,7 +825,7 @@ TEST_CASE("answers: flash_benchmarking calls nothing faster that is slower or wi
          "in 0 of the 0 configurations that fit. In 1 memory runs out."});
     CHECK(!has(text(), "faster in 1"));
     runs[0].other.ms[BOTH_PASSES].std = 15;  // of 100 runs: the standard error of the mean is 1.5
-    check_says(text(), {"faster in 0 of the 1 configuration that fit, level in 1."});
+    check_says(text(), {"faster in 0 of the 1 configuration that fit, not told apart in 1."});
     CHECK(!has(text(), "0.74"));
 }
 

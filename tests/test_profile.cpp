@@ -654,7 +654,7 @@ TEST_CASE("answers profile: nsys_profile on an H200") {
     check_said(
         said(r),
         {"**(a)** Forward takes 731.688 ms by the clock and 731.049 ms in the trace (2.7B at "
-         "context length 1024). They match within 0.5 %, a clock's drift (-0.1 %).",
+         "context length 1024). They are level within 0.5 %, a clock's drift (-0.1 %).",
          "**(b)** In forward `sm80_xmma_gemm",
          "kernel__5x_cublas` (43.1 %, 65 times per pass) takes the most time; 2.7B at",
          "**(b)** With backward it is another one, `nt` (86.9 %, 1 time per pass",
@@ -712,12 +712,13 @@ TEST_CASE("answers profile: clock and trace match within their noise only") {
         return said(r);
     };
     CHECK(has(times({100, 101, 102, 103, 104}, {101, 102, 103, 104, 105}),
-              "They match within twice the standard error (+1.0 %)."));
+              "They are level within twice the standard error (+1.0 %)."));
     CHECK(
         has(times({100, 100, 100, 100, 100}, {101, 101, 101, 101, 101}), "They differ (+1.0 %)."));
     CHECK(has(times({100, 101, 100, 101, 100}, {55, 56, 55, 56, 55}), "They differ (-44.8 %)."));
     CHECK(has(times({100, 120}, {105, 125}),
-              "They match within the deviations: too few steps to compare (+4.5 %)."));
+              "They are level within the deviations: too few steps to compare (+4.5 %)."));
+    CHECK(has(times({100, 120}, {30, 300}), "They are too noisy to compare (+50.0 %)."));
 }
 TEST_CASE("profile: the cells of nsys_profile's tables") {
     begin_on(CPU);
@@ -823,7 +824,7 @@ TEST_CASE("answers profile: memory_profiling on an H200") {
     MemoryRuns runs = recorded_memory();
     check_said(
         said(runs),
-        {"above the weights (12995.9 MiB) it has one peak per layer, equal from the second on, "
+        {"above the weights (12995.9 MiB) it has its peak in a layer, "
          "504.5 MiB at context length 512",
          "**(a)** A step changes memory per block by +166.1 MiB in forward, +233.9 in backward "
          "(context length 128) and +6502.1 MiB in forward, -6102.0 in backward (context length "
@@ -855,7 +856,7 @@ TEST_CASE("answers profile: memory_profiling on an H200") {
     runs[1].peak_in = "forward/lm_head";
     runs[0].block.oom = 1;
     const string text = said(runs);
-    check_said(text, {"it has one peak, in forward/lm_head, 504.5 MiB at context length 512.",
+    check_said(text, {"it has its peak in forward/lm_head, 504.5 MiB at context length 512.",
                       "**(a)** A step changes memory per block by +6502.1 MiB in forward, -6102.0 "
                       "in backward (context length 512)."});
     CHECK(!has(text, "per layer"));
