@@ -526,8 +526,8 @@ static StepStats timed_steps(Trainer& trainer, const vector<Batch>& batches, con
         } else {
             mine.push_back(times_of(trainer));
             if (c.rank == 0) {
-                note("%s: Step %d/%d: %.1f ms, loss %.4f", name, i - warmup + 1, options.steps,
-                     mine.back().total, trainer.loss);
+                note("%s, rank 0: Step %d/%d: %.1f ms, loss %.4f", name, i - warmup + 1,
+                     options.steps, mine.back().total, trainer.loss);
             }
         }
         see(trainer);

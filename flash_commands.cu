@@ -223,7 +223,7 @@ static int check_attention(const Options& o, const char* name, bool with_backwar
         answer("", "%zu of %zu checks are WRONG.", wrong, table.rows.size());
         return 1;
     }
-    answer("", "All %zu checks pass: no error is above %.2f of its bound.", table.rows.size(),
+    answer("", "All %zu checks pass: the largest error is %.2f of its bound.", table.rows.size(),
            worst);
     return 0;
 }
@@ -277,10 +277,11 @@ static void answer_launches(const AttentionRuns& runs) {
         if (ms_of(r) < 1.2 * ms_of(*first)) { last = &r; }
     }
     if (context.device != CUDA || !last || last->S < 4 * first->S) { return; }
-    answer("a",
-           "At D %d naive's time up to S %d is that of launching its kernels: it takes %.3f ms at "
-           "S %d and %.3f at S %d.",
-           first->D, last->S, ms_of(*first), first->S, ms_of(*last), last->S);
+    answer(
+        "a",
+        "At D %d naive takes %.3f ms at S %d and %.3f at S %d: launching its kernels can explain "
+        "that.",
+        first->D, ms_of(*first), first->S, ms_of(*last), last->S);
 }
 // Prints, for each dtype, on how many sizes flash is faster.
 static void answer_flash_benchmarking(const AttentionRuns& all) {
@@ -317,7 +318,7 @@ int cmd_flash_benchmarking(const Options& o) {
     }
 
     Table table{strprintf("flash_benchmarking: batch 1, one head, causal, ms (median of %.0f ms of "
-                          "runs, at least 3)",
+                          "runs, 3 to 5000)",
                           ms),
                 {"Seq", "D", "dtype", "Naive Fwd", "Naive Bwd", "Naive Tot", "Flash Fwd",
                  "Flash Bwd", "Flash Tot", "x Tot"}};
@@ -382,7 +383,7 @@ int cmd_flash_leaderboard(const Options& o) {
     const Effort effort = {time_for_ms(warmup_ms, ms), true};
 
     Table table{strprintf("flash_leaderboard: batch 1, %s, D %d, S %d, %s, causal; %.2g s of "
-                          "warm-up, %.2g s of runs, at least 3, median",
+                          "warm-up and %.2g s of runs, 3 to 5000 runs, median",
                           counted(c.H, "head").c_str(), c.D, c.Tq, name_of(context.precision),
                           warmup_ms / 1e3, ms / 1e3),
                 {"implementation", "forward ms", "backward ms", "forward+backward ms", "TFLOP/s",

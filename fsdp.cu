@@ -593,7 +593,7 @@ static void answer_fsdp_accounting(const vector<FsdpRun>& runs, int world, doubl
            "%s in time for forward: those after layer 0 take %.3f ms, and forward waits %.3f ms "
            "for them. No block runs before those of the embedding and of layer 0: it waits %.3f "
            "and %.3f ms for them.",
-           waits < 0.05 * gathers ? "The gathers come" : "Not all gathers come", gathers, waits,
+           waits <= 0.05 * gathers ? "The gathers come" : "Not all gathers come", gathers, waits,
            fsdp.wait[0], fsdp.wait[1]);
 }
 
@@ -711,7 +711,7 @@ static void print_leaderboard(const LeaderboardRun& run, const string& caption) 
 
     Table table{
         "The same steps; head and loss, with the head's gradients, come between forward and "
-        "backward",
+        "backward; first loss: of step 1, warm-up included",
         {"head and loss ms", "tokens/s", "TFLOP/s", "MFU %", "predicted MiB", "peak MiB",
          "first loss", "last loss"}};
     table.row(strprintf("%.2f", run.ms.head_and_loss.mean),

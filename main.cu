@@ -253,7 +253,8 @@ static void add_common_options(Adder& add, Options& o) {
     add("--vocab_size", o.vocab_size, whole(1), "number of different tokens; 8B has 151936",
         "10000");
     add("--context_length", o.context_lengths, whole(1), "tokens in a sequence");
-    add("--batch_size", o.batch_size, whole(1), "sequences in a batch, of each rank", "4");
+    add("--batch_size", o.batch_size, whole(1),
+        "sequences in a batch, of each rank (leaderboard: of all)", "4");
     add("--warmup", o.warmup, whole(0), "untimed steps before the timed ones", "5");
     add("--steps", o.steps, whole(add.command.run == cmd_model ? 0 : 1),
         "steps that are timed, or trained", "10");
@@ -264,7 +265,8 @@ static void add_common_options(Adder& add, Options& o) {
     add("--seed", o.seed, whole(0, INT_MAX), "seed of all random numbers", "0");
     add("--format", o.format, one_of({"md", "csv"}), "format of the tables", "md");
     add.flag("--quick", o.quick,
-             "shrink the run to some seconds on two CPU cores; also the default without a GPU");
+             "shrink the run to some seconds on two CPU cores; without a GPU the default of most "
+             "benchmarks");
 }
 
 // Adds those that few commands take, topic by topic.
@@ -476,7 +478,8 @@ static int cmd_list(const Options&) {
 static bool is_as_now(const string& text, const string& of_commit, bool quick) {
     if (of_commit == "unknown" || text.find("dirty") != string::npos) { return false; }
     auto has = [&](const string& part) { return text.find(part) != string::npos; };
-    const bool device = has(device_description()) || has("meta (nothing is computed)");
+    const bool device =
+        has(device_description()) || (context.device == CPU && has("meta (nothing is computed)"));
     return device && has("commit " + of_commit) && quick == has("sizes of --quick") &&
            context.csv == (text[0] == '#');
 }

@@ -800,11 +800,11 @@ static void answer_warmup(const StepRun& run, const vector<int>& warmup, int ste
 
     if (!first_is_slow) { return; }
     const bool captures = fast_ways.graphs_take && run.mode == FLASH && context.device == CUDA;
-    answer("c", "The first step also %s%s, which can raise the mean.",
+    answer("c", "A first step also %s%s, which can raise the mean.",
            context.device == CUDA
                ? "loads the kernels' code, creates the cuBLAS handle and grows the memory pool"
                : "touches its memory for the first time",
-           captures ? "; the second captures the CUDA graphs" : "");
+           captures ? "; a second may capture CUDA graphs" : "");
 }
 // Prints the first setting's times as they are counted after fewer warm-up steps, and answers (c).
 static void print_warmups(const Setting& first, const Sweep& s) {
@@ -1114,7 +1114,7 @@ static void answer_strategy(const vector<CheckpointRun>& runs, const CheckpointR
     answer("a",
            "Beside weights and gradients linear nesting %s: %.1f MiB, against %.1f with a "
            "checkpoint per block and %.1f without. Of the blocks it holds two inputs and one's "
-           "residuals, O(1) memory, and runs N (N - 1) / 2 = %d blocks again, O(N^2) compute.",
+           "residuals, O(1) activations, and runs N (N - 1) / 2 = %d blocks again, O(N^2) compute.",
            nested.beside < min(block.beside, without.beside) ? "holds less"
                                                              : "does not hold less than both",
            mib_of(nested.beside), mib_of(block.beside), mib_of(without.beside), N * (N - 1) / 2);
@@ -1124,7 +1124,7 @@ static void answer_strategy(const vector<CheckpointRun>& runs, const CheckpointR
            "A whole step, where gradients come as inputs go, is predicted to peak at %.1f MiB: "
            "nesting saves %s against %.1f MiB.",
            mib_of(nested.step.predicted),
-           saved < 0.0005 ? "nothing" : strprintf("%.1f %%", 100 * saved).c_str(),
+           saved < 0.0005 ? "less than 0.1 %" : strprintf("%.1f %%", 100 * saved).c_str(),
            mib_of(block.step.predicted));
 
     sketch(R"(def run(blocks, x):

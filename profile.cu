@@ -371,10 +371,9 @@ static void answer_shares(const ProfileRun& r) {
     if (step.empty()) { return; }
     const double in_step = share(in(step, "matmul"), step);
     answer("d",
-           "From forward to a whole step the share of matrix products%s %s from %.1f to %.1f %% "
-           "(%s).",
-           which, in_step < in_forward ? "falls" : "rises", in_forward, in_step,
-           size_and_length(r).c_str());
+           "From forward to a whole step the share of matrix products%s goes from %.1f to "
+           "%.1f %% (%s).",
+           which, in_forward, in_step, size_and_length(r).c_str());
 
     const Kernels adamw = in(step, "optimizer");
     answer("d",
@@ -827,7 +826,7 @@ static void answer_forward(const MemoryRun& r) {
     const string peak = is_inside(r.peak_in, "layer") ? "a layer" : r.peak_in;
     answer("a",
            "Forward alone keeps nothing for backward: above the weights (%.1f MiB%s) it has its "
-           "peak in %s, %.1f MiB at context length %d.",
+           "peak in %s, %.1f MiB of activations at context length %d.",
            mib_of(by[PARAMETERS]), by[WEIGHT_COPIES] ? " and their growing 16-bit copies" : "",
            peak.c_str(), mib_of(by[ACTIVATIONS]), r.T);
 }

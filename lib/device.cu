@@ -643,7 +643,7 @@ string deviation(const Stats& s, const char* format) {
     return s.n > 1 ? strprintf(format, s.std) : "";
 }
 
-// Returns within what two means are level, or that they are too noisy; "" where they differ.
+// Returns within what two means are level, or why they cannot be told apart; "" if they differ.
 string level(const Stats& a, const Stats& b, const string& with) {
     const double difference = fabs(a.mean - b.mean), larger = max(a.mean, b.mean);
     if (difference <= 0.005 * larger) { return "level" + with + " within 0.5 %, a clock's drift"; }
@@ -654,9 +654,8 @@ string level(const Stats& a, const Stats& b, const string& with) {
     if (difference > noise) { return ""; }
 
     if (difference > 0.1 * larger) { return "too noisy to compare" + with; }
-    return "level" + with +
-           (n < 5 ? " within the deviations: too few steps to compare"
-                  : " within twice the standard error");
+    if (n < 5) { return "hard to compare" + with + ": too few steps"; }
+    return "level" + with + " within twice the standard error";
 }
 
 // Returns the ms of f in the last n of warmup + n runs by the device's own events. The host waits

@@ -58,20 +58,20 @@ TEST_CASE("answers communication: distributed_communication_single_node") {
     auto answers = [](const vector<AllReduceGroup>& groups) {
         return printed([&] { answer_distributed_communication_single_node(groups, 4); });
     };
-    check_says(
-        answers({{false, 2, {0.554, 5, 50, 501.26}},
-                 {false, 4, {0.785, 5, 64, 751.92}},
-                 {false, 6, {1.2, 6, 79, 745.33}},
-                 {true, 2, {0.035, 0.07, 0.37, 3.099}},
-                 {true, 4, {0.04, 0.1, 0.5, 4.274}}}),
-        {"Time grows as the bytes do: Gloo with 2 ranks takes 501.3 ms for 1000 MB, 904.8 times as "
-         "long as for 1 MB (0.554 ms).",
-         "Latency slows the small tensor, bandwidth the large one: NCCL with 2 ranks takes "
-         "3.099 ms for 1000 MB, 88.5 times as long",
-         "From 4 to 6 ranks Gloo takes 0.99 times as long for 1000 MB (a ring: 1.11 times).",
-         "From 2 to 4 ranks NCCL takes 1.38 times as long for 1000 MB (",
-         "With 2 ranks Gloo takes 15.8 times as long as NCCL for 1 MB, and 161.7 times for "
-         "1000 MB."});
+    check_says(answers({{false, 2, {0.554, 5, 50, 501.26}},
+                        {false, 4, {0.785, 5, 64, 751.92}},
+                        {false, 6, {1.2, 6, 79, 745.33}},
+                        {true, 2, {0.035, 0.07, 0.37, 3.099}},
+                        {true, 4, {0.04, 0.1, 0.5, 4.274}}}),
+               {"Time grows about as the bytes do, or more: Gloo with 2 ranks takes 501.3 ms for "
+                "1000 MB, 904.8 times as "
+                "long as for 1 MB (0.554 ms).",
+                "Latency slows the small tensor, bandwidth the large one: NCCL with 2 ranks takes "
+                "3.099 ms for 1000 MB, 88.5 times as long",
+                "From 4 to 6 ranks Gloo takes 0.99 times as long for 1000 MB (a ring: 1.11 times).",
+                "From 2 to 4 ranks NCCL takes 1.38 times as long for 1000 MB (",
+                "With 2 ranks Gloo takes 15.8 times as long as NCCL for 1 MB, and 161.7 times for "
+                "1000 MB."});
     CHECK(has(answers({{false, 2, {0.5, 5, 50, 527.5}}}), "1055.0 times as long as for 1 MB"));
     CHECK(answers({{false, 2, {0.554, 5, 50, NAN}}}) == "");
     Options o;

@@ -343,8 +343,8 @@ TEST_CASE("ddp: benchmarking commands") {
             "heads, "));
     CHECK(has(r.out, "\n**(b)** "));
     CHECK(has(r.out, "| one process "));
-    CHECK(has(r.err, "\nnaive: Step 3/3: "));
-    CHECK(!has(r.err, "naive: Step 4/3"));
+    CHECK(has(r.err, "\nnaive, rank 0: Step 3/3: "));
+    CHECK(!has(r.err, ": Step 4/3"));
     CHECK(column(r.out, "hidden").at(1) == "0.0%");
     const vector<string> ways = {"no sync", "naive", "flat", "overlapped", "0.5 MB", "100 MB"};
     const vector<string> calls = column(r.out, "calls"), losses = column(r.out, "Loss");

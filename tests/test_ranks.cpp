@@ -316,8 +316,8 @@ TEST_CASE("ranks: without a launcher, one that dies while the others wait for it
                                   "--context_length",
                                   "64"};
     Started zero = start(words, as_rank(0, 2, folder)), one = start(words, as_rank(1, 2, folder));
-    for (int tries = 0; tries < 15000 && !has(text_so_far(zero.err), "one process: Step 1/");
-         tries++) {
+    for (int tries = 0;
+         tries < 15000 && !has(text_so_far(zero.err), "one process, rank 0: Step 1/"); tries++) {
         usleep(2000);
     }
     kill(zero.pid, SIGKILL);
