@@ -692,8 +692,8 @@ static void print_steps(const string& caption, const DdpRuns& runs, const WayRun
 static string against(const Stats& ours, const Stats& theirs, const char* name) {
     const double times = ours.mean / theirs.mean, percent = 100 * fabs(times - 1);
     const string they = strprintf("%s (%.2f ms)", name, theirs.mean);
-    const string level_with = level(ours, theirs, " with " + they);
-    if (level_with != "") { return level_with; }
+    const string verdict = level(ours, theirs, " with " + they);
+    if (verdict != "") { return verdict; }
     if (times > 2) { return strprintf("%.2f times as long as %s", times, they.c_str()); }
     return strprintf("%.1f %% %s than %s", percent, times > 1 ? "more" : "less", they.c_str());
 }
@@ -736,7 +736,8 @@ static void answer_ddp_overlap_individual_parameters_benchmarking(const DdpRuns&
     const double calls = over.ms.communication.mean, backward = over.ms.backward.mean;
     answer("b",
            "Naive's all-reduces all lie after backward, and the step waits %.2f ms for them. Of "
-           "overlapped's time %.1f %% lies under backward, and the step waits %.2f ms. These are "
+           "overlapped's all-reduce time %.1f %% lies under backward, and the step waits %.2f ms. "
+           "These are "
            "the timed steps' means; --trace FILE.json shows one more step of each.",
            naive.ms.exposed.mean, 100 * over.ms.hidden.mean / calls, over.ms.exposed.mean);
     if (calls > backward) {
@@ -756,9 +757,10 @@ static void answer_fastest_bucket(const DdpRuns& runs) {
     vector<string> others;
     for (const DdpRun& run : bucketed) {
         const Stats& total = run.ms.total;
-        const string why = level(total, best);
-        if (&run == fastest || why == "") { continue; }
-        others.push_back(strprintf("%s (%.2f ms, %s)", run.name.c_str(), total.mean, why.c_str()));
+        const string verdict = level(total, best);
+        if (&run == fastest || verdict == "") { continue; }
+        others.push_back(
+            strprintf("%s (%.2f ms, %s)", run.name.c_str(), total.mean, verdict.c_str()));
     }
 
     answer(
@@ -824,7 +826,7 @@ static void answer_ddp_bucketed_benchmarking(const DdpRuns& runs) {
         const double best = min(s, sqrt(s * o * w));  // at least one bucket
         answer("b",
                "From naive's time (%.0f calls) and flat's (one call), for s = %.5g MB, follow o = "
-               "%.4g us per call and w = %.4g GB/s. The best bucket, of at most s, then has %.4g "
+               "%.4g us per call and w = %.4g GB/s. The best bucket, of at most s, then has %.5g "
                "MB and an overhead of %.3g ms.",
                n, s, 1e3 * o, w, best, best / w + s / best * o);
     } else {

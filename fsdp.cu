@@ -249,9 +249,9 @@ static void start_reduce(Fsdp& fsdp, int i) {
 }
 
 // Runs when backward comes to unit i. The gradients of unit i + 1 are complete then, so their
-// reduce-scatter starts. It runs once, as backward comes to every unit in turn. Unit
-// i's weights may have been overwritten since forward, so pre_forward gets them again; it also
-// starts the gather of unit i - 1. The head, the last unit, has no pre_backward.
+// reduce-scatter starts. The loop runs once, as backward comes to every unit in turn. Unit i's
+// weights may have been overwritten since forward, so pre_forward gets them again; it also starts
+// the gather of unit i - 1. The head, the last unit, has no pre_backward.
 static void pre_backward(Fsdp& f, int i) {
     for (; f.reached > i; f.reached--) { start_reduce(f, f.reached); }
     // Unit 0's backward, a look-up's, needs no weights, only the buffer for gradients.
@@ -506,12 +506,12 @@ static void add_unit_times(const Fsdp& fsdp, int steps, FsdpRun& run) {
 
 // Prints (a)'s table, a row for each way, and (b)'s, a row for each of FSDP's units.
 static void print_fsdp_accounting(const string& caption, const vector<FsdpRun>& runs) {
-    Table memory{
-        caption +
-            "; (a): rank 0 at its peak, MiB; other: activations and workspace; early AdamW: "
-            "each unit's step in backward",
-        {"Way", "peak", "predicted", "parameters", "copies", "gradients", "optimizer", "other",
-         "step (ms)"}};
+    Table memory{caption +
+                     "; (a): rank 0 at its peak, MiB; other: activations, workspace and inputs; "
+                     "early AdamW: "
+                     "each unit's step in backward",
+                 {"Way", "peak", "predicted", "parameters", "copies", "gradients", "optimizer",
+                  "other", "step (ms)"}};
     for (const FsdpRun& run : runs) {
         const string predicted = mib_cell(run.predicted);
         if (run.oom) {
@@ -556,7 +556,7 @@ static string causes(const MemoryUse& other, const MemoryUse& fsdp, double saved
     }
     vector<string> all;
     for (const auto& part : parts) { all.push_back(part.second); }
-    return list_of(all);
+    return all.empty() ? "" : " (MiB: " + list_of(all) + ")";
 }
 
 // Answers (a) and (b). runs: by Way; psi: parameters; bytes: of a weight.
@@ -576,7 +576,7 @@ static void answer_fsdp_accounting(const vector<FsdpRun>& runs, int world, doubl
         if (run.oom) { return answer("a", "%s did not fit.", run.name.c_str()); }
         const double saved = mib_of((double)run.use.peak - (double)fsdp.use.peak);
         const double more = saved - mib_of(held - part);
-        answer("a", "FSDP takes %.1f MiB %s than %s. It takes %.1f MiB %s than expected (MiB: %s).",
+        answer("a", "FSDP takes %.1f MiB %s than %s. It takes %.1f MiB %s than expected%s.",
                fabs(saved), saved < 0 ? "more" : "less", name, fabs(more),
                more < 0 ? "more" : "less",
                causes(run.use, fsdp.use, (full - part) / 4, moments).c_str());
@@ -591,8 +591,8 @@ static void answer_fsdp_accounting(const vector<FsdpRun>& runs, int world, doubl
     }
     answer("b",
            "%s in time for forward: those after layer 0 take %.3f ms, and forward waits %.3f ms "
-           "for them. No block runs before those of the embedding and of layer 0: it waits %.3f "
-           "and %.3f ms for them.",
+           "for them. No block runs before those of the embedding and of layer 0: forward waits "
+           "%.3f and %.3f ms for them.",
            waits <= 0.05 * gathers ? "The gathers come" : "Not all gathers come", gathers, waits,
            fsdp.wait[0], fsdp.wait[1]);
 }

@@ -1133,8 +1133,8 @@ static void answer_strategy(const vector<CheckpointRun>& runs, const CheckpointR
     return blocks[-1](x)
 )");
 }
-// Answers (b): which sizes of checkpoints have the least peak of a step among those that ran. Peaks
-// that differ by less than 0.1 % are one.
+// Answers (b): which sizes of checkpoints, or none, have the least peak of a step of those that
+// ran. Peaks that differ by less than 0.1 % are one.
 static void answer_sizes(const vector<CheckpointRun>& runs, const string& model) {
     const CheckpointRun* best = nullptr;
     for (const CheckpointRun& r : runs) {
@@ -1156,7 +1156,7 @@ static void answer_sizes(const vector<CheckpointRun>& runs, const string& model)
     }
     answer("b", "In %s a step's peak is least with %s: %.1f MiB.", model.c_str(),
            list_of(least).c_str(), mib_of(best->step.peak));
-    if (!others.empty()) { answer("b", "Else it is %s.", list_of(others).c_str()); }
+    if (!others.empty()) { answer("b", "Else the peak in MiB is %s.", list_of(others).c_str()); }
 }
 
 // Runs one size: nesting on META alone, groups of blocks as real steps. Prints their table and the

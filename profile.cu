@@ -315,11 +315,10 @@ static void answer_times(const ProfileRun& r) {
         return answer("a", "Forward takes %.1f ms by the clock; no kernels were traced: %s (%s).",
                       clock, r.no_kernels.c_str(), size_and_length(r).c_str());
     }
-    const string why = level(r.forward.ms, r.in_trace);
-    answer("a",
-           "Forward takes %.3f ms by the clock and %.3f ms in the trace (%s). They %s (%+.1f %%).",
-           clock, traced, size_and_length(r).c_str(), why == "" ? "differ" : ("are " + why).c_str(),
-           100 * (traced / clock - 1));
+    const string verdict = level(r.forward.ms, r.in_trace);
+    answer("a", "Forward takes %.3f ms by the clock and %.3f ms in the trace (%s): %s (%+.1f %%).",
+           clock, traced, size_and_length(r).c_str(),
+           verdict == "" ? "they differ" : verdict.c_str(), 100 * (traced / clock - 1));
 }
 
 // Describes the kernel with the most time: "`gemm` (40.2 %, 97 times per pass)".

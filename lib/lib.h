@@ -298,9 +298,9 @@ string deviation(const Stats& s, const char* format);  // a cell with s.std; "" 
 // Compares two mean times: "level within twice the standard error", "too noisy to compare", "hard
 // to compare: too few steps", or "" if they differ. `with` follows the first word or words (" with
 // naive"). They are level if their difference is below 0.5 % of the larger, by which clocks drift,
-// or below twice its standard error; but a tenth apart, they are too noisy. With fewer than 5 runs
-// that error is not known: then they differ if the difference exceeds the deviations, too; a single
-// run's deviation is taken to be 10 %.
+// or below twice its standard error; but more than a tenth apart, they are too noisy. With fewer
+// than 5 runs that error is not known: then they differ if the difference exceeds the deviations,
+// too; a single run's deviation is taken to be 10 %.
 string level(const Stats& a, const Stats& b, const string& with = "");
 // Both run f warmup + n times, and return the ms of each of the last n. time_ms waits for the end
 // of each run, and counts that. time_queued_ms does not: the device's own events time f, which

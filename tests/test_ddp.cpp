@@ -484,12 +484,13 @@ TEST_CASE("answers ddp: naive, flat and overlapped") {
     auto overlapped = [&] {
         return printed([&] { answer_ddp_overlap_individual_parameters_benchmarking(runs); });
     };
-    check_says(overlapped(),
-               {"**(a)** Overlapped, a step takes 110.65 ms: 17.0 % less than naive (133.32 ms), "
-                "and 5.6 % less than flat (117.25 ms).",
-                "**(b)** Naive's all-reduces all lie after backward, and the step waits 39.20 ms "
-                "for them. Of overlapped's time 99.1 % lies under backward, and the step waits "
-                "0.59 ms. These are"});
+    check_says(
+        overlapped(),
+        {"**(a)** Overlapped, a step takes 110.65 ms: 17.0 % less than naive (133.32 ms), "
+         "and 5.6 % less than flat (117.25 ms).",
+         "**(b)** Naive's all-reduces all lie after backward, and the step waits 39.20 ms "
+         "for them. Of overlapped's all-reduce time 99.1 % lies under backward, and the step waits "
+         "0.59 ms. These are"});
     CHECK(!has(overlapped(), "cannot all lie under it"));  // 62.10 ms of calls, 68.24 of backward
     runs[3].ms.backward = of_six(19.8, 0.1);
     check_says(overlapped(),
@@ -535,7 +536,7 @@ TEST_CASE("answers ddp: ddp_bucketed_benchmarking") {
          "3.07 ms with 1000 MB, 5.20 times as long as a tensor per call (0.59 ms).",
          "Here flat's all-reduce (23.07 ms) takes 0.44 times as long as backward (52.33 ms).",
          "From naive's time (435 calls) and flat's (one call), for s = 7992.9 MB, follow o = 31.94 "
-         "us per call and w = 346.9 GB/s. The best bucket, of at most s, then has 297.6 MB and an "
+         "us per call and w = 346.9 GB/s. The best bucket, of at most s, then has 297.59 MB and an "
          "overhead of "
          "1.72 ms."});
     runs[7].ms.total = of_six(104.02, 0.2);  // level
@@ -546,7 +547,7 @@ TEST_CASE("answers ddp: ddp_bucketed_benchmarking") {
          "It is not told apart from 1000 MB (104.02 ms, level within 0.5 %, a clock's drift)."});
     CHECK(!has(answers(), "The fastest cap"));
     runs[1].ms.communication = of_six(7992.9, 0.05);  // a call takes 18 ms
-    check_says(answers(), {"The best bucket, of at most s, then has 7993 MB"});
+    check_says(answers(), {"The best bucket, of at most s, then has 7992.9 MB"});
     runs[1].ms.communication = of_six(22.1, 0.05);
     check_says(
         answers(),

@@ -289,7 +289,7 @@ TEST_CASE("measure: statistics") {
     CHECK(why(10.42, 0.3, 5) == "");
     CHECK(why(11.1, 0, 1, 10, 0) == "hard to compare: too few steps");
     CHECK(why(11.2, 0, 1, 10, 0) == "");
-    // level, but a tenth or more apart
+    // within the noise, but 9.1, 10.7 and 12 % apart
     CHECK(why(11, 2, 3) == "hard to compare: too few steps");
     CHECK(why(11.2, 2, 3) == "too noisy to compare");
     CHECK(why(8.8, 3, 10) == "too noisy to compare");

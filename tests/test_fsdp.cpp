@@ -74,6 +74,14 @@ TEST_CASE("fsdp_accounting: memory as predicted, and a wait for each unit") {
             REQUIRE(r.exit_code == 0);
             // fp16's steps need a norm first
             check_predicted(r, string(precision) == "fp16" ? 3 : 4);
+            for (size_t way = 0; way < numbers(r, "peak").size(); way++) {
+                double sum = 0;
+                for (const char* part :
+                     {"parameters", "copies", "gradients", "optimizer", "other"}) {
+                    sum += numbers(r, part)[way];
+                }
+                CHECK(fabs(sum - numbers(r, "peak")[way]) < 0.31);  // six rounded cells
+            }
             const vector<double> optimizer = numbers(r, "optimizer");
             CHECK(optimizer[2] < optimizer[0] / atof(n) + 0.2);
             CHECK(column(r.out, "unit") == vector<string>{"embedding", "layer 0", "layer 1",
@@ -671,7 +679,7 @@ TEST_CASE("answers: fsdp_accounting") {
          "FSDP takes 17842.9 MiB less than the sharded optimizer. It takes 4847.0",
          "**(b)** The gathers come in time for forward: those after layer 0 take 26.130 ms, and "
          "forward waits 0.003 ms for them.",
-         "it waits 0.225 and 0.801 ms for them.\n"});
+         "forward waits 0.225 and 0.801 ms for them.\n"});
     // Two whole units and their gradients are more than what sharding saves: a CPU run of a model
     // of 13.8 MiB.
     CHECK(has(said(runs_of(57.6, 43.9, 47.2), 2, 3609728),
@@ -691,7 +699,8 @@ TEST_CASE("answers: fsdp_accounting") {
     set(other, {1000, 1000, 1000, 6448.8, 4000});
     set(fsdp, {500, 1301.1, 1000, 400, 425.8});
     CHECK(causes(other, fsdp, 500 * 1048576.0, 0) ==
-          "weight copies -6048.8, activations -3574.2 and gradients +801.1");
+          " (MiB: weight copies -6048.8, activations -3574.2 and gradients +801.1)");
+    CHECK(causes(fsdp, fsdp, 0, 0) == "");
     fsdp.peak_by[WORKSPACE] = 1 << 14;  // 0.0 MiB as it is printed
     CHECK(!has(causes(other, fsdp, 500 * 1048576.0, 0), "workspace"));
     fsdp.peak_by[WORKSPACE] = 32 << 20;

@@ -1380,7 +1380,8 @@ TEST_CASE("gradient_checkpointing: a small model without a GPU; exit 1 if no row
           "runs N (N - 1) / 2 = 28 blocks again, O(N^2) compute.",
           "        x = checkpoint(run, blocks[:-1], x)",
           "**(b)** In custom a step's peak is least with checkpoints of 1 block: 8.8 MiB.\n",
-          "**(b)** Else it is 9.2 with checkpoints of 2 blocks, 9.9 with checkpoints of 4 blocks, "
+          "**(b)** Else the peak in MiB is 9.2 with checkpoints of 2 blocks, 9.9 with checkpoints "
+          "of 4 blocks, "
           "11.3 with checkpoints of 8 blocks and 11.3 with no checkpoints."}) {
         CHECK_MESSAGE(has(quick.out, says), says, " in: ", quick.out);
     }
@@ -1529,14 +1530,16 @@ TEST_CASE("answers step: gradient_checkpointing") {
     }
     runs.back().step.ms = {};
     auto said = [&] { return printed([&] { answer_sizes(runs, "xl (2026)"); }); };
-    check_says(said(), {"**(b)** In xl (2026) a step's peak is least with checkpoints of 1 block: "
-                        "62651.0 MiB.\n",
-                        "**(b)** Else it is 68753.0 with checkpoints of 2 blocks, 80957.0 with "
-                        "checkpoints of 4 blocks and 251750.0 (out of memory) with no "
-                        "checkpoints."});
+    check_says(
+        said(),
+        {"**(b)** In xl (2026) a step's peak is least with checkpoints of 1 block: "
+         "62651.0 MiB.\n",
+         "**(b)** Else the peak in MiB is 68753.0 with checkpoints of 2 blocks, 80957.0 with "
+         "checkpoints of 4 blocks and 251750.0 (out of memory) with no "
+         "checkpoints."});
     runs[1].step.peak = 62000ull << 20;
     check_says(said(), {"least with checkpoints of 2 blocks: 62000.0 MiB.",
-                        "Else it is 62651.0 with checkpoints of 1 block, 80957.0"});
+                        "Else the peak in MiB is 62651.0 with checkpoints of 1 block, 80957.0"});
     runs[1].step.ms = {};  // what did not fit is no answer
     check_says(said(), {"least with checkpoints of 1 block: 62651.0 MiB."});
     runs[1] = {checkpointing_from("2"), 0, runs[0].step};
