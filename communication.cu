@@ -98,7 +98,7 @@ static void answer_distributed_communication_single_node(const vector<AllReduceG
             answer(
                 "size",
                 "%s: %s with %s takes %.4g ms for %g MB, %.1f times as long as for 1 MB (%.3g ms).",
-                has_latency ? "Latency slows the small tensor, bandwidth the large one"
+                has_latency ? "Time grows less than the bytes do"
                             : "Time grows about as the bytes do, or more",
                 who, counted(group.ranks, "rank").c_str(), large, mb, large / small, small);
         } else {

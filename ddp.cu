@@ -966,8 +966,8 @@ static void answer_optimizer_state_sharding_accounting(const vector<ShardingRun>
     }
 
     answer("b",
-           "An iteration takes %.2f ms sharded, %s. Each rank steps only its share but then "
-           "broadcasts it: the optimizer takes %.2f ms, %s.",
+           "An iteration takes %.2f ms sharded, %s. In a step that is not skipped a rank "
+           "steps only its share and broadcasts it: the optimizer takes %.2f ms, %s.",
            ours.ms.total.mean, against(ours.ms.total, whole.ms.total, "unsharded").c_str(),
            ours.ms.optimizer.mean,
            against(ours.ms.optimizer, whole.ms.optimizer, "unsharded").c_str());
@@ -976,9 +976,9 @@ static void answer_optimizer_state_sharding_accounting(const vector<ShardingRun>
     const double part = 1e-6 * weights * (ranks - 1) / ranks;
     answer(
         "c",
-        "ZeRO-1, too, shards only the optimizer's state: %.1f MiB per rank, ours %.1f MiB. It "
-        "sends less: with a true reduce-scatter of gradients and an all-gather of weights, a rank "
-        "sends 2 Psi (N-1)/N elements (%.1f MB) of Psi parameters. Ours all-reduces gradients "
+        "ZeRO-1, too, shards only the optimizer's state, in step 1 %.1f MiB per rank, ours %.1f. "
+        "It sends less: with a true reduce-scatter of gradients and an all-gather of weights, a "
+        "rank sends 2 Psi (N-1)/N elements (%.1f MB) of Psi parameters. Ours all-reduces gradients "
         "and broadcasts weights: 3 Psi (N-1)/N (%.1f MB).%s The handout's ranks own whole "
         "tensors; ours, like ZeRO's, own equal parts of one flat buffer.",
         state(zero), state(ours), 2 * part, 3 * part,

@@ -1113,8 +1113,8 @@ static void answer_strategy(const vector<CheckpointRun>& runs, const CheckpointR
     const CheckpointRun &block = runs.front(), &without = runs.back();
     answer("a",
            "Beside weights and gradients linear nesting %s: %.1f MiB, against %.1f with a "
-           "checkpoint per block and %.1f without. Of the blocks it holds two inputs and one's "
-           "residuals, O(1) activations, and runs N (N - 1) / 2 = %d blocks again, O(N^2) compute.",
+           "checkpoint per block and %.1f without. Of the blocks it holds two inputs at most and "
+           "one's residuals, O(1) activations, and runs N (N - 1) / 2 = %d again, O(N^2) compute.",
            nested.beside < min(block.beside, without.beside) ? "holds less"
                                                              : "does not hold less than both",
            mib_of(nested.beside), mib_of(block.beside), mib_of(without.beside), N * (N - 1) / 2);
@@ -1124,7 +1124,8 @@ static void answer_strategy(const vector<CheckpointRun>& runs, const CheckpointR
            "A whole step, where gradients come as inputs go, is predicted to peak at %.1f MiB: "
            "nesting saves %s against %.1f MiB.",
            mib_of(nested.step.predicted),
-           saved < 0.0005 ? "less than 0.1 %" : strprintf("%.1f %%", 100 * saved).c_str(),
+           saved < 0.0005 ? "nothing, or less than 0.1 %,"
+                          : strprintf("%.1f %%", 100 * saved).c_str(),
            mib_of(block.step.predicted));
 
     sketch(R"(def run(blocks, x):

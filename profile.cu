@@ -266,7 +266,7 @@ static void print_top_kernels(const ProfileRuns& runs, const string& caption) {
 // (c), (d), (e) Prints the shares of matrix products and of other parts, AdamW's time, and how
 // attention's time divides into softmax and products.
 static void print_shares(const ProfileRuns& runs, const string& caption) {
-    Table t{"nsys_profile (c), (d), (e): matrix products and other parts, % of forward's time; " +
+    Table t{"nsys_profile (c), (d), (e): parts in % of forward's time (step: the step's); " +
                 caption,
             {"size", "S", "matmul", "softmax", "rope", "swiglu", "rmsnorm", "step: matmul",
              "AdamW ms", "softmax ms", "products ms"}};
@@ -375,9 +375,10 @@ static void answer_shares(const ProfileRun& r) {
            which, in_forward, in_step, size_and_length(r).c_str());
 
     const Kernels adamw = in(step, "optimizer");
-    answer("d",
-           "AdamW has no matrix products and takes %.1f of the traced step's %.1f ms (%.1f %%).",
-           ms_of(r, adamw), ms_of(r, step), share(adamw, step));
+    answer(
+        "d",
+        "AdamW has no matrix products and takes %.1f of the traced steps' mean %.1f ms (%.1f %%).",
+        ms_of(r, adamw), ms_of(r, step), share(adamw, step));
     answer(
         "d",
         "The other parts have %.1f %% of forward and %.1f %% of the step; there most goes to %s.",

@@ -66,7 +66,7 @@ TEST_CASE("answers communication: distributed_communication_single_node") {
                {"Time grows about as the bytes do, or more: Gloo with 2 ranks takes 501.3 ms for "
                 "1000 MB, 904.8 times as "
                 "long as for 1 MB (0.554 ms).",
-                "Latency slows the small tensor, bandwidth the large one: NCCL with 2 ranks takes "
+                "Time grows less than the bytes do: NCCL with 2 ranks takes "
                 "3.099 ms for 1000 MB, 88.5 times as long",
                 "From 4 to 6 ranks Gloo takes 0.99 times as long for 1000 MB (a ring: 1.11 times).",
                 "From 2 to 4 ranks NCCL takes 1.38 times as long for 1000 MB (",

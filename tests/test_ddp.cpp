@@ -587,7 +587,7 @@ TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
          "30522.8 after it. Sharded, it is 7654.7, 21340.3 and 22900.1 MiB.",
          "15245.3 MiB unsharded, 7622.7 MiB sharded, which is the expected 1/2.",
          "**(b)** An iteration takes 354.61 ms sharded, 4.4 % more than unsharded (339.51 ms).",
-         "then broadcasts it: the optimizer takes 28.19 ms, 2.11 times as long as",
+         "share and broadcasts it: the optimizer takes 28.19 ms, 2.11 times as long as",
          "2 Psi (N-1)/N elements (7993.0 MB)", "3 Psi (N-1)/N (11989.5 MB)."});
     check_says(answers(4), {"which is not the expected 1/4."});
     check_says(answers(2, "gloo"), {"over Gloo our reduce-scatter is an all-reduce."});

@@ -662,7 +662,7 @@ TEST_CASE("answers profile: nsys_profile on an H200") {
          "1024). Of the rest most goes to softmax (5.5 %) and rope (2.5 %).",
          "**(d)** From forward to a whole step the share of matrix products goes from 91.9 "
          "to 82.9 %",
-         "**(d)** AdamW has no matrix products and takes 101.9 of the traced step's 2231.9 "
+         "**(d)** AdamW has no matrix products and takes 101.9 of the traced steps' mean 2231.9 "
          "ms (4.6 %).",
          "**(d)** The other parts have 8.1 % of forward and 12.5 % of the step; there most "
          "goes to softmax (12.5 %).",
