@@ -94,12 +94,11 @@ static void answer_distributed_communication_single_node(const vector<AllReduceG
         if (!first) {
             first = &group;
             // If bandwidth alone counted, it would take mb times as long.
-            const bool has_latency = large / small < 0.8 * mb;
             answer(
                 "size",
                 "%s: %s with %s takes %.4g ms for %g MB, %.1f times as long as for 1 MB (%.3g ms).",
-                has_latency ? "Time grows less than the bytes do"
-                            : "Time grows about as the bytes do, or more",
+                large / small < 0.8 * mb ? "Time grows less than the bytes do"
+                                         : "Time grows about as the bytes do, or more",
                 who, counted(group.ranks, "rank").c_str(), large, mb, large / small, small);
         } else {
             answer(

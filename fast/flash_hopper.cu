@@ -1243,9 +1243,8 @@ static void launch_forward(const AttentionTensors& t) {
 // 4096; without a mask 0.81 at 256, 0.83 to 1.17 at 512. (At 192 it loses with many heads.) Above D
 // 64 both branches are the same.
 static void forward(const AttentionTensors& t) {
-    const bool few = t.q.dim(2) <= (t.causal ? 1024 : 256);
     with_head_size(t, [&](auto D) {
-        if (few) {
+        if (t.q.dim(2) <= (t.causal ? 1024 : 256)) {
             launch_forward<HopperForward<D, 2>>(t);
         } else {
             launch_forward<HopperForward<D>>(t);

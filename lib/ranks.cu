@@ -314,7 +314,8 @@ struct Links {
 // launcher has ended the others before they speak.
 [[noreturn]] static void give_up(int rank, int exit_code, const string& why) {
     usleep(500000 + 100000 * min(rank, 10));
-    note("cs336: rank %d: %s", rank, why.c_str());
+    // who closed the pipe has read enough, as in main()
+    if (exit_code != 128 + SIGPIPE) { note("cs336: rank %d: %s", rank, why.c_str()); }
     remove_folder_of_ranks();
     fflush(stdout);
     _exit(exit_code);

@@ -272,7 +272,8 @@ TEST_CASE("NCCL: a rank that is killed, or stalls, ends all, too") {
 TEST_CASE("ranks: signals to the launcher reach all, and no rank outlives it") {
     if (lacks("gloo", CPU, 3)) { return; }
     for (int number : {SIGTERM, SIGINT, SIGKILL}) {
-        Started s = start(long_run());
+        Folder temporary;  // a launcher that is killed cannot remove its folder
+        Started s = start(long_run(), {"TMPDIR=" + temporary.path});
         vector<pid_t> ranks;
         for (int r = 0; r < 3; r++) { ranks.push_back(rank_of_launcher(s.pid, r)); }
         usleep(300000);
@@ -281,7 +282,16 @@ TEST_CASE("ranks: signals to the launcher reach all, and no rank outlives it") {
         CHECK(e.signal == number);
         usleep(100000);
         for (pid_t pid : ranks) { CHECK(gone(pid)); }
+        CHECK(temporary.files().size() == (number == SIGKILL ? 1 : 0));
     }
+}
+
+TEST_CASE("ranks: who closes the pipe gets no complaint") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    const Run r = run_shell("(" + program() + " naive_ddp --device cpu --nproc 2 | true)");
+    INFO(r.out);
+    CHECK(!has(r.out, "Broken pipe"));
+    CHECK(has(r.out, "2 ranks connected"));
 }
 
 static vector<string> as_rank(int rank, int world, const Folder& folder) {
