@@ -228,8 +228,8 @@ static void answer_least_batch(const Options& options, double alpha, double most
            "alpha = C / W = %g TFLOP/s / %g GB/s = %.1f FLOP per byte. With many chips per axis "
            "forward is compute bound from B = (alpha X / M_X) / (1 - alpha Y / (M_Y F)) = (%.1f x "
            "%g / %g) / (1 - %.1f x %g / (%g x %g)) = %.1f tokens overall, %.1f per chip. There "
-           "FSDP's gathers and TP's "
-           "all-reduces take turns. If both axes communicate at once, alpha X / M_X = %.1f tokens "
+           "FSDP's gathers and TP's all-reduces take turns. If both axes communicate at once, "
+           "alpha X / M_X = %.1f tokens "
            "(%.1f per chip) are enough, with Y below M_Y F / alpha = %.1f.",
            options.tflops, options.bandwidth_gb, alpha, alpha, X, M_X, alpha, Y, M_Y, F, B, B / N,
            overlapped, overlapped / N, most_Y);

@@ -737,8 +737,7 @@ static void answer_ddp_overlap_individual_parameters_benchmarking(const DdpRuns&
     answer("b",
            "Naive's all-reduces all lie after backward, and the step waits %.2f ms for them. Of "
            "overlapped's all-reduce time %.1f %% lies under backward, and the step waits %.2f ms. "
-           "These are "
-           "the timed steps' means; --trace FILE.json shows one more step of each.",
+           "These are the timed steps' means; --trace FILE.json shows one more step of each.",
            naive.ms.exposed.mean, 100 * over.ms.hidden.mean / calls, over.ms.exposed.mean);
     if (calls > backward) {
         answer("b", "The calls take %.2f ms, backward %.2f ms, so they cannot all lie under it.",

@@ -508,8 +508,7 @@ static void add_unit_times(const Fsdp& fsdp, int steps, FsdpRun& run) {
 static void print_fsdp_accounting(const string& caption, const vector<FsdpRun>& runs) {
     Table memory{caption +
                      "; (a): rank 0 at its peak, MiB; other: activations, workspace and inputs; "
-                     "early AdamW: "
-                     "each unit's step in backward",
+                     "early AdamW: each unit's step in backward",
                  {"Way", "peak", "predicted", "parameters", "copies", "gradients", "optimizer",
                   "other", "step (ms)"}};
     for (const FsdpRun& run : runs) {
