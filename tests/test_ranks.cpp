@@ -241,6 +241,12 @@ static void check_failure(const vector<string>& command, int number, int victim,
     Started s = start(command);
     vector<pid_t> ranks;
     for (int r = 0; r < std::stoi(command[2]); r++) { ranks.push_back(rank_of_launcher(s.pid, r)); }
+    // From their first line on all are connected. A busy machine may need longer.
+    struct stat progress {};
+    for (int tries = 0; tries < 10000 && progress.st_size == 0; tries++) {
+        usleep(1000);
+        fstat(fileno(s.err), &progress);
+    }
     usleep((unsigned)(seconds_before * 1e6));
     double since = now_ms();
     kill(ranks[victim], number);
