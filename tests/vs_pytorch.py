@@ -5,6 +5,7 @@
   python3 tests/vs_pytorch.py --context_length 512,1024 --size large,xl,2.7B --precision bf16
   python3 tests/vs_pytorch.py --attention           attention's shapes, too (with --no_model only those)
   python3 tests/vs_pytorch.py --no_model --torch_compile     problem 1.3 by PyTorch itself: eager and compiled
+  python3 tests/vs_pytorch.py --no_model --fsdp     2026, 7 and 9: steps on two GPUs beside FSDP2's
   python3 tests/vs_pytorch.py --max_ratio 1         exit code 1 if any of our times is longer than PyTorch's
   python3 tests/vs_pytorch.py --device cpu --quick  tries this script where there is no GPU
 
@@ -17,11 +18,14 @@ with a matrix each for q, k, v, w1 and w3. There is no max-autotune.
 torch_compile: attention as in pytorch_attention, and the model with the handout's attention and RMSNorm, written as formulas;
 compiled is torch.compile of the whole, as the handout asks. AdamW is PyTorch's default.
 
+fsdp: the same model under FSDP2, each block compiled and a unit of its own, head and loss for 2048 tokens at a time,
+attention by cuDNN where it is not fp32. What runs again in backward is torch.utils.checkpoint's.
+
 Model: 5 warm-up and 10 timed steps of each phase, a synchronisation after every step, their mean. Memory: the most that
 tensors took during whole steps. Attention: batch 1, 16 heads, runs queued one behind the other, each between two events, the
 L2 cache as the run before left it, their median. Both sides alike and in turn; of --rounds rounds the median. Ratios are
 ours / PyTorch's: below 1, ours is faster, or needs less."""
-import argparse, contextlib, csv, gc, importlib.metadata, itertools, json, math, os, statistics, subprocess, sys, tempfile, time
+import argparse, contextlib, csv, gc, importlib.metadata, itertools, math, statistics, subprocess, sys, tempfile, time
 
 SIZES = {"small": (768, 3072, 12, 12), "medium": (1024, 4096, 24, 16), "large": (1280, 5120, 36, 20),
          "xl": (1600, 6400, 48, 25), "2.7B": (2560, 10240, 32, 32)}  # d_model, d_ff, num_layers, num_heads
@@ -69,6 +73,7 @@ p.add_argument("--max_ratio", type=positive, metavar="R", help="exit 1 if any ra
 p.add_argument("--attention", action="store_true", help="attention against two of SDPA's backends, too")
 p.add_argument("--no_model", action="store_true", help="without the model's table")
 p.add_argument("--torch_compile", action="store_true", help="problem 1.3: attention and the model, eager and compiled")
+p.add_argument("--fsdp", action="store_true", help="2026's 7 and 9: steps on two GPUs against FSDP2's, too")
 p.add_argument("--passes", type=whole, default=100, metavar="N", help="of attention in --torch_compile, default 100")
 p.add_argument("--program", default="./cs336", metavar="FILE", help="ours, default ./cs336")
 p.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default cuda")
@@ -78,19 +83,24 @@ if "--quick" in sys.argv:
     p.set_defaults(size=["small"], context_length=[32], batch_size=1, rounds=1, warmup=1, steps=2, heads=2,
                    shapes=[(256, 64), (256, 128)], lengths=[64], passes=3)
 o = p.parse_args()
-if o.no_model and not (o.attention or o.torch_compile):
-    stop("--no_model: takes --attention or --torch_compile with it, or nothing is left to do")
+if o.no_model and not (o.attention or o.torch_compile or o.fsdp):
+    stop("--no_model: takes --attention, --torch_compile or --fsdp with it, or nothing is left to do")
 try: commit = subprocess.run([o.program, "--version"], capture_output=True, text=True, check=True).stdout.strip()
 except (OSError, subprocess.CalledProcessError) as e: stop(f"--program: got '{o.program}', takes what `make` builds: {e}")
 try:
-    import torch, torch.nn as nn, torch.nn.functional as F
+    import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.checkpoint import checkpoint
 except ImportError as e: stop(f"needs PyTorch, 2.4 or later (pip install torch): {e}")
 try: from flash_attn.cute import flash_attn_func  # another peer, where it is installed: pip install flash-attn-4
 except ImportError: flash_attn_func = None
 CUDA = o.device == "cuda"
 of_rounds = "one round" if o.rounds == 1 else f"median of {o.rounds} rounds"
 if CUDA and not torch.cuda.is_available(): stop("--device: got 'cuda', but torch sees no GPU")
+if o.fsdp:
+    try: from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    except ImportError as e: stop(f"--fsdp: needs PyTorch, 2.6 or later: {e}")
+    if CUDA and torch.cuda.device_count() < 2: stop("--fsdp: needs two GPUs")
 torch.set_float32_matmul_precision("highest")  # no TF32
 torch._dynamo.config.cache_size_limit = 64  # beyond its limit dynamo goes on uncompiled
 
@@ -126,6 +136,7 @@ class Block(nn.Module):
         super().__init__()
         RMSNorm = RMSNormFormula if formulas else nn.RMSNorm
         self.attention = attention_formula if formulas else F.scaled_dot_product_attention
+        self.reruns_ffn = False  # whether backward runs the feed-forward again, instead of keeping its activations
         self.H, self.ln1, self.ln2 = H, RMSNorm(C, eps=1e-5), RMSNorm(C, eps=1e-5)
         self.q, self.k, self.v, self.o = (nn.Linear(C, C, bias=False) for _ in range(4))
         self.w1, self.w3, self.w2 = (nn.Linear(*shape, bias=False) for shape in ((C, d_ff), (C, d_ff), (d_ff, C)))
@@ -136,8 +147,11 @@ class Block(nn.Module):
         q, k, v = (w(n).view(B, T, self.H, C // self.H).transpose(1, 2) for w in (self.q, self.k, self.v))
         a = self.attention(rope(q, cos, sin), rope(k, cos, sin), v, is_causal=True)
         x = x + self.o(a.transpose(1, 2).reshape(B, T, C))
+        return x + (checkpoint(self.feed_forward, x, use_reentrant=False) if self.reruns_ffn else self.feed_forward(x))
+
+    def feed_forward(self, x):
         n = self.ln2(x)
-        return x + self.w2(F.silu(self.w1(n)) * self.w3(n))
+        return self.w2(F.silu(self.w1(n)) * self.w3(n))
 
 class LM(nn.Module):
     def __init__(self, V, T, C, d_ff, num_layers, H, formulas=False):
@@ -146,10 +160,13 @@ class LM(nn.Module):
         self.blocks = nn.ModuleList(Block(C, d_ff, H, formulas) for _ in range(num_layers))
         self.ln_final, self.lm_head = (RMSNormFormula if formulas else nn.RMSNorm)(C, eps=1e-5), nn.Linear(C, V, bias=False)
 
-    def forward(self, tokens):
+    def hidden(self, tokens):
         x = self.embedding(tokens)
         for block in self.blocks: x = block(x, *self.rope)
-        return self.lm_head(self.ln_final(x))
+        return self.ln_final(x)
+
+    def forward(self, tokens):
+        return self.lm_head(self.hidden(tokens))
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Measuring: forward, forward+backward and step in ms, peak in MiB; of attention forward, backward and both in ms
@@ -232,12 +249,12 @@ def tables_of_ours(command, *options):
     blocks = [[line for line in block.splitlines() if not line.startswith("#")] for block in run.stdout.split("\n\n")]
     return [(rows[0], rows[1:]) for rows in map(list, map(csv.reader, blocks)) if rows]
 
-def ours(command, columns, *options):
-    """These columns of the first row of the first table that has them; NaN for what did not fit into memory."""
+def ours(command, columns, *options, row=0):
+    """These columns of a row of the first table that has them; NaN for what did not fit into memory."""
     tables = tables_of_ours(command, *options)
     def cell(column):
         header, rows = next(table for table in tables if column in table[0])
-        try: return float(rows[0][header.index(column)])
+        try: return float(rows[row][header.index(column)].partition(" ")[0])  # without a deviation
         except ValueError: return math.nan
     return [cell(column) for column in columns]
 
@@ -295,6 +312,92 @@ def in_turn(what, sides):
             free_memory()  # for the next one
             print(f"{what}, {name}:", *(f"{x:.3f}" for x in rounds[name][-1]), file=sys.stderr)
     return {name: [statistics.median(column) for column in zip(*values)] for name, values in rounds.items()}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# FSDP2 on two GPUs: a process for each, started with this file
+
+# Each case: its name, our command, its row and columns; the precisions; vocabulary, shape as in SIZES, context length and
+# sequences per rank; what FSDP2 runs again in backward, one after the other.
+FSDP_CASES = [("xl (2026)", "fsdp_accounting", 2, ["step (ms)", "peak"], o.precision,
+               (VOCAB, (2560, 10240, 32, 32), 512, 2), ["nothing"]),
+              ("8B", "leaderboard", 0, ["Total Time (ms)", "peak MiB"], ["pure_bf16"],
+               (151936, (4096, 11008, 34, 32), 32768, 1), ["blocks", "feed-forwards"])]
+if o.quick:
+    FSDP_CASES = [("quick", "fsdp_accounting", 2, ["step (ms)", "peak"], o.precision,
+                   (VOCAB, (128, 512, 4, 4), 32, 1), ["nothing", "blocks", "feed-forwards"])]
+
+@torch.compile
+def loss_and_gradients(x, weight, targets, tokens):
+    """The part of the mean loss of `tokens` tokens that these have, and its gradients."""
+    logits = (x @ weight.T).float()
+    loss = F.cross_entropy(logits, targets, reduction="sum") / tokens
+    d_logits = ((logits.softmax(-1) - F.one_hot(targets, logits.shape[-1])) / tokens).to(x.dtype)
+    return loss, d_logits @ weight, d_logits.T @ x
+
+class HeadAndLoss(torch.autograd.Function):
+    """The logits of 2048 tokens at a time: those of all would take more memory than the rest of the step."""
+    @staticmethod
+    def forward(context, x, weight, targets):
+        d_x, d_weight, loss = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32), 0
+        for rows in torch.arange(len(x)).split(2048):
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
+            part_loss, d_x[part], d_part = loss_and_gradients(x[part], weight, targets[part], len(x))
+            loss, d_weight = loss + part_loss, d_weight.add_(d_part)
+        context.save_for_backward(d_x, d_weight.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    def backward(context, d_loss):
+        d_x, d_weight = context.saved_tensors
+        return d_x * d_loss, d_weight * d_loss, None
+
+class LMLoss(LM):
+    def forward(self, tokens, targets):
+        return HeadAndLoss.apply(self.hidden(tokens).flatten(0, 1), self.lm_head.weight, targets.flatten())
+
+class RunsAgain(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, *inputs): return checkpoint(self.block, *inputs, use_reentrant=False)
+
+def fsdp2_rank(rank, store, results, precision, again, vocabulary, shape, T, batch):
+    """A rank's steps. Rank 0 puts their mean in ms and its peak in MiB into `results`."""
+    if CUDA: torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if CUDA else "gloo", init_method="file://" + store, rank=rank, world_size=2)
+    compute = torch.float32 if precision == "fp32" else torch.bfloat16
+    weights = torch.bfloat16 if precision == "pure_bf16" else torch.float32
+    with torch.device(o.device):
+        model = LMLoss(vocabulary, T, *shape).to(weights)
+        tokens, targets = torch.randint(vocabulary, (2, batch, T))
+    policy = MixedPrecisionPolicy() if compute == weights else MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute)
+    for i, block in enumerate(model.blocks):
+        block.reruns_ffn = again == "feed-forwards"
+        model.blocks[i] = RunsAgain(torch.compile(block)) if again == "blocks" else torch.compile(block)
+        fully_shard(model.blocks[i], mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    free_memory()
+    if CUDA: torch.cuda.reset_peak_memory_stats()
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        model(tokens, targets).backward()
+        optimizer.step()
+
+    backend = SDPBackend.EFFICIENT_ATTENTION if compute == torch.float32 else SDPBackend.CUDNN_ATTENTION
+    try:
+        with sdpa_kernel(backend) if CUDA else contextlib.nullcontext(): ms = mean_ms(step, dist.barrier)
+        if rank == 0: results.put([ms, torch.cuda.max_memory_allocated() / 2**20 if CUDA else math.nan])
+    except torch.cuda.OutOfMemoryError: pass
+    dist.destroy_process_group()
+
+def fsdp2(*case):
+    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder: torch.multiprocessing.spawn(fsdp2_rank, (folder + "/store", results, *case), 2)
+    if results.empty(): raise RuntimeError("out of memory")
+    return results.get()
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Tables
@@ -400,7 +503,24 @@ def attention_table():
     show(f"attention: batch 1, {o.heads} heads, causal, {'bf16' if CUDA else 'fp32'}; {of_rounds}",
          ["S", "D", "pass", "ours ms", *columns], rows)
 
-if not o.no_model: model_table()
-if o.attention: attention_table()
-if o.torch_compile: compile_attention_table(), compile_model_table()
-if above: stop("not within bounds: " + "; ".join(above), 1)
+def fsdp_table():
+    rows = []
+    for size, command, row, columns, precisions, case, agains in FSDP_CASES:
+        for precision in precisions:
+            options = ["--edition", "2026", "--precision", precision] + ["--quick"] * o.quick
+            sides = {"ours": lambda: ours(command, columns, *options, row=row)}
+            for again in agains: sides[again] = lambda again=again: fsdp2(precision, again, *case)
+            t = in_turn(f"{size} {precision}", sides)
+            for again in agains:
+                times, peaks = ([t["ours"][i], t[again][i]] for i in (0, 1))
+                rows.append([size, precision, again, *times, ratio(f"{size} {precision} {again}", *times), *peaks, peaks[0] / peaks[1]])
+    show(f"fsdp: a step on two ranks, AdamW included; FSDP2's mean of {o.steps} steps after {o.warmup}; {of_rounds}",
+         ["size", "precision", "FSDP2 runs again", "ours ms", "FSDP2 ms", "ratio", "peak ours MiB", "peak FSDP2 MiB", "peak ratio"],
+         rows)
+
+if __name__ == "__main__":  # and not in FSDP2's ranks
+    if not o.no_model: model_table()
+    if o.attention: attention_table()
+    if o.torch_compile: compile_attention_table(), compile_model_table()
+    if o.fsdp: fsdp_table()
+    if above: stop("not within bounds: " + "; ".join(above), 1)
