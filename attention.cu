@@ -112,17 +112,19 @@ static void answer_pytorch_attention(const AttentionRuns& runs, const TooLong& t
 
     if (fit.size() > 1) {
         const AttentionRun &last = fit.back(), &before = fit[fit.size() - 2];
-        answer("a",
-               "The memory saved for backward grows %.2f times from S %d to %d. It is "
-               "then %.1f MiB, of which the formula below explains %.1f.",
-               (double)last.naive.held / before.naive.held, before.S, last.S,
-               mib_of(last.naive.held), mib_of(saved_by_naive(GRID_BATCH, last.S, D)));
+        answer(
+            "a",
+            "The memory held when backward starts, at D %d, grows %.2f times from S %d to %d. It "
+            "is then %.1f MiB, of which the formula below explains %.1f.",
+            D, (double)last.naive.held / before.naive.held, before.S, last.S,
+            mib_of(last.naive.held), mib_of(saved_by_naive(GRID_BATCH, last.S, D)));
     }
 
     const double square = 4.0 * GRID_BATCH * t.S * t.S;  // bytes of an array of B S^2
     answer("a",
            "Of D %d's configurations the smallest that does not fit (doubling S, predicted), S %d, "
-           "needs %.1f GiB of %.1f. When backward starts, it holds exp(S - m) and P, 2 x 4 B S^2 = "
+           "needs %.1f GiB of %.1f. When backward starts, it holds exp(scores - m) and P, 2 x 4 B "
+           "S^2 = "
            "2 x 4 x %d x %d^2 bytes = %.1f GiB; q, k, v, O and dO, 5 x 4 B S D = %.1f MiB; and two "
            "numbers per row, 2 x 4 B S = %.1f MiB. At backward's peak it holds %.0f arrays of B "
            "S^2, dP among them.",
@@ -534,8 +536,11 @@ static MemoryRates weighted_sum_row(Table& table, int64_t N, int64_t D) {
 // Prints for each pass whether it moves at least 0.8 of the bytes per second that a copy moves.
 static void answer_weighted_sum(const MemoryRates& r) {
     for (auto [pass, rate] : {pair{"forward", r.forward}, {"backward", r.backward}}) {
-        answer("", "Memory %s %s of the largest x: it moves %.1f GB/s, a copy of x %.1f.",
-               rate >= 0.8 * r.copy ? "bounds" : "does not bound", pass, rate, r.copy);
+        answer(
+            "",
+            "Memory %s %s of the largest x: it moves %.1f GB/s, a copy of x %.1f. (It bounds what "
+            "moves 0.8 of a copy's rate or more.)",
+            rate >= 0.8 * r.copy ? "bounds" : "does not bound", pass, rate, r.copy);
     }
     answer("",
            "Per number of x, forward does two FLOPs and reads 4 bytes, backward does three, reads "

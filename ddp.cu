@@ -733,16 +733,15 @@ static void answer_ddp_overlap_individual_parameters_benchmarking(const DdpRuns&
            against(total, naive.ms.total, "naive").c_str(),
            against(total, runs[FLAT].ms.total, "flat").c_str());
 
-    const double calls = over.ms.communication.mean, backward = over.ms.backward.mean;
+    const double calls = over.ms.communication.mean;
+    const Stats& backward = over.ms.backward;
     answer("b",
            "Naive's all-reduces all lie after backward, and the step waits %.2f ms for them. Of "
-           "overlapped's all-reduce time %.1f %% lies under backward, and the step waits %.2f ms. "
-           "These are the timed steps' means; --trace FILE.json shows one more step of each.",
-           naive.ms.exposed.mean, 100 * over.ms.hidden.mean / calls, over.ms.exposed.mean);
-    if (calls > backward) {
-        answer("b", "The calls take %.2f ms, backward %.2f ms, so they cannot all lie under it.",
-               calls, backward);
-    }
+           "overlapped's, %.2f ms, %.1f %% lies under backward, and the step waits %.2f ms. "
+           "Backward itself takes %.2f ms, %s. These are the timed steps' means; --trace FILE.json "
+           "shows one more step of each.",
+           naive.ms.exposed.mean, calls, 100 * over.ms.hidden.mean / calls, over.ms.exposed.mean,
+           backward.mean, against(backward, runs[NO_SYNC].ms.backward, "without calls").c_str());
 }
 
 // Answers (a) which bucket size is the fastest, and whether others are level with it.
@@ -774,29 +773,23 @@ static void answer_fastest_bucket(const DdpRuns& runs) {
     if (!others.empty()) { answer("a", "It is not told apart from %s.", list_of(others).c_str()); }
 }
 
-// Answers (a) whether large buckets do what one expects: fewer calls take less time in all, and a
-// large last bucket leaves more exposed.
+// Answers (a) what the largest buckets change against a tensor per call: one expects that fewer
+// calls take less time in all, and that the last, larger one leaves more exposed.
 static void answer_large_buckets(const DdpRuns& runs) {
     auto by_calls = [](auto& a, auto& b) { return a.calls < b.calls; };
     const DdpRun& few = *std::min_element(runs.begin() + BUCKETED, runs.end(), by_calls);
     const DdpRun& many = runs[OVERLAPPED];
     if (few.calls >= many.calls) { return; }
-    auto is_more = [](const Stats& a, const Stats& b) {
-        return a.mean > b.mean && level(a, b) == "";
+
+    auto changes = [&](Stats StepStats::*part) {
+        const Stats& ms = few.ms.*part;
+        return strprintf("%.2f ms, %s", ms.mean,
+                         against(ms, many.ms.*part, "a tensor per call").c_str());
     };
-    const Stats &calls = few.ms.communication, &more_calls = many.ms.communication;
-    const Stats &exposed = few.ms.exposed, &exposed_of_many = many.ms.exposed;
-    answer("a", "%s: %.2f ms in %s, %s. %s: %.2f ms with %s, %s.",
-           is_more(more_calls, calls)
-               ? "Fewer calls should take less time; here they do"
-               : "Fewer calls should take less time; that does not show here",
-           calls.mean, counted(few.calls, "call").c_str(),
-           against(calls, more_calls, "a tensor per call").c_str(),
-           is_more(exposed, exposed_of_many)
-               ? "Larger buckets may leave more exposed; here they do"
-               : "Larger buckets may leave more exposed; that does not show here",
-           exposed.mean, few.name.c_str(),
-           against(exposed, exposed_of_many, "a tensor per call").c_str());
+    answer("a", "With %s the %s take %s. The step waits for them %s; backward takes %s.",
+           few.name.c_str(), counted(few.calls, "bucket").c_str(),
+           changes(&StepStats::communication).c_str(), changes(&StepStats::exposed).c_str(),
+           changes(&StepStats::backward).c_str());
 }
 
 // Answers (a), and (b): the overhead of n_b buckets of s bytes together, at w bytes/s and o for
@@ -806,11 +799,12 @@ static void answer_ddp_bucketed_benchmarking(const DdpRuns& runs) {
     answer_fastest_bucket(runs);
     answer_large_buckets(runs);
 
-    const double flat_ms = flat.ms.communication.mean, naive_ms = naive.ms.communication.mean;
+    // What the step waits for has the gaps between calls, too.
+    const double flat_ms = flat.ms.exposed.mean, naive_ms = naive.ms.exposed.mean;
     const double backward = runs[NO_SYNC].ms.backward.mean;
     answer("a",
            "The model in (b) assumes that backward takes as long as communication. Here flat's "
-           "all-reduce (%.2f ms) takes %.2f times as long as backward (%.2f ms).",
+           "communication (%.2f ms) takes %.2f times as long as backward (%.2f ms).",
            flat_ms, flat_ms / backward, backward);
     answer("b",
            "Backward ends at s/w. Sending starts after the first bucket, at s/(n_b w), and then "
@@ -824,15 +818,16 @@ static void answer_ddp_bucketed_benchmarking(const DdpRuns& runs) {
     if (o > 0 && o < flat_ms) {
         const double best = min(s, sqrt(s * o * w));  // at least one bucket
         answer("b",
-               "From naive's time (%.0f calls) and flat's (one call), for s = %.5g MB, follow o = "
-               "%.4g us per call and w = %.4g GB/s. The best bucket, of at most s, then has %.5g "
-               "MB and an overhead of %.3g ms.",
+               "From what naive (%.0f calls) and flat (one call) leave exposed, for s = %.5g MB, "
+               "follow o = %.3g us per call and w = %.3g GB/s. The best bucket, of at most s, then "
+               "has %.4g MB and an overhead of %.3g ms.",
                n, s, 1e3 * o, w, best, best / w + s / best * o);
     } else {
-        answer(
-            "b",
-            "Naive's %.0f calls (%.2f ms) and flat's one (%.2f ms) do not give an o and a w here.",
-            n, naive_ms, flat_ms);
+        answer("b",
+               "Naive's %.0f calls (%.2f ms exposed) and flat's one (%.2f ms) do not give an o and "
+               "a w "
+               "here.",
+               n, naive_ms, flat_ms);
     }
 }
 
@@ -965,8 +960,8 @@ static void answer_optimizer_state_sharding_accounting(const vector<ShardingRun>
     }
 
     answer("b",
-           "An iteration takes %.2f ms sharded, %s. In a step that is not skipped a rank "
-           "steps only its share and broadcasts it: the optimizer takes %.2f ms, %s.",
+           "An iteration takes %.2f ms sharded, %s. A rank steps only its share and broadcasts it "
+           "(fp16's loss scaling may skip that): the optimizer takes %.2f ms, %s.",
            ours.ms.total.mean, against(ours.ms.total, whole.ms.total, "unsharded").c_str(),
            ours.ms.optimizer.mean,
            against(ours.ms.optimizer, whole.ms.optimizer, "unsharded").c_str());
@@ -994,10 +989,11 @@ int cmd_optimizer_state_sharding_accounting(const Options& asked) {
         // makes cuBLAS's workspace, which is no way's own
         matmul(zeros({1, 1}, F32), zeros({1, 1}, F32));
 
-        Table time =
-            step_table(caption_of(options, config, c) +
-                           "; optimizer: with its waits for new weights and ZeRO-1's gradients",
-                       "Optimizer");
+        Table time = step_table(
+            caption_of(options, config, c) +
+                "; optimizer: with its waits for new weights and ZeRO-1's gradients, which "
+                "Exposed Comm leaves out",
+            "Optimizer");
         Table memory{"Peaks of rank 0 in a first step, MiB",
                      {"Optimizer", "Moment", "parameters", "gradients", "optimizer state",
                       "the rest", "peak"}};

@@ -244,9 +244,9 @@ int cmd_flash_forward(const Options& o) {
 // Checks all results, and says what backward does. Returns 1 if a row is WRONG.
 int cmd_flash_backward(const Options& o) {
     const int exit_code = check_attention(o, "flash_backward", true);
-    answer(
-        "",
-        "Backward computes P again, from L, and takes D = rowsum(O dO) in place of rowsum(P dP).");
+    answer("",
+           "Flash's backward computes P again, from L, and takes rowsum(O dO) in place of "
+           "rowsum(P dP).");
     return exit_code;
 }
 
@@ -274,7 +274,8 @@ static void answer_launches(const AttentionRuns& runs) {
     for (const AttentionRun& r : runs) {
         if (r.D != runs[0].D || r.naive.oom) { continue; }
         if (!first) { first = &r; }
-        if (ms_of(r) < 1.2 * ms_of(*first)) { last = &r; }
+        if (ms_of(r) >= 1.2 * ms_of(*first)) { break; }
+        last = &r;
     }
     if (context.device != CUDA || !last || last->S < 4 * first->S) { return; }
     answer(

@@ -507,7 +507,8 @@ static void add_unit_times(const Fsdp& fsdp, int steps, FsdpRun& run) {
 // Prints (a)'s table, a row for each way, and (b)'s, a row for each of FSDP's units.
 static void print_fsdp_accounting(const string& caption, const vector<FsdpRun>& runs) {
     Table memory{caption +
-                     "; (a): rank 0 at its peak, MiB; other: activations, workspace and inputs; "
+                     "; (a): rank 0 at its peak, MiB; copies: buffers for gathered weights, and "
+                     "weights in 16 bits; other: activations, workspace and inputs; "
                      "early AdamW: each unit's step in backward",
                  {"Way", "peak", "predicted", "parameters", "copies", "gradients", "optimizer",
                   "other", "step (ms)"}};
@@ -583,17 +584,17 @@ static void answer_fsdp_accounting(const vector<FsdpRun>& runs, int world, doubl
     answer_against(runs[PLAIN_DDP], "DDP", full, (full - part) / 2);
     answer_against(runs[SHARDED_OPTIMIZER], "the sharded optimizer", split, 0);
 
-    double gathers = 0, waits = 0;  // of those in forward that have a block to hide under
+    double gathers = 0, waits = 0, late = 0;  // of those in forward that have a block to hide under
     for (size_t unit = 2; unit < fsdp.gather.size(); unit++) {
         gathers += fsdp.gather[unit];
         waits += fsdp.wait[unit];
+        late += fsdp.wait[unit] > 0.05 * fsdp.gather[unit];
     }
     answer("b",
-           "%s in time for forward: those after layer 0 take %.3f ms, and forward waits %.3f ms "
-           "for them. No block runs before those of the embedding and of layer 0: forward waits "
-           "%.3f and %.3f ms for them.",
-           waits <= 0.05 * gathers ? "The gathers come" : "Not all gathers come", gathers, waits,
-           fsdp.wait[0], fsdp.wait[1]);
+           "Gathers after layer 0 that come late for forward, which waits for over 5 %% of their "
+           "time: %.0f. All take %.3f ms, and forward waits %.3f ms for them. No block runs before "
+           "those of the embedding and of layer 0: forward waits %.3f and %.3f ms for them.",
+           late, gathers, waits, fsdp.wait[0], fsdp.wait[1]);
 }
 
 // Times the ways, in fp16 without the last, and prints tables and answers. The times of gathers are
@@ -722,8 +723,8 @@ static void print_leaderboard(const LeaderboardRun& run, const string& caption) 
 }
 static void answer_leaderboard(const LeaderboardRun& r) {
     answer("",
-           "A step of %s on %s takes %.1f ms (mean of %s): %.4g TFLOP/s. The peak is %.4g GiB per "
-           "rank.",
+           "A step of %s on %s takes %.1f ms (mean of %s): %.4g TFLOP/s in all. The peak is %.4g "
+           "GiB per rank.",
            r.name.c_str(), counted(r.world, "rank").c_str(), r.ms.total.mean,
            counted(r.ms.total.n, "step").c_str(), r.tflops(), to_gib(r.use.peak));
 }

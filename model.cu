@@ -716,7 +716,8 @@ static void answer_step_times(const vector<StepRun>& runs) {
     }
     if (most > 0) {  // a single step has none
         answer("b", "The standard deviation is %s %.1f %% of the mean (%s).",
-               most <= SMALL_DEVIATION ? "small: at most" : "large: up to", 100 * most, of.c_str());
+               most <= SMALL_DEVIATION ? "small: at most" : "above 5 % in places: up to",
+               100 * most, of.c_str());
     }
 }
 // Prints a setting's mean times and deviations, with the handout's sizes, and answers (b).
@@ -811,7 +812,8 @@ static void print_warmups(const Setting& first, const Sweep& s) {
     Table table = times_table(
         "benchmarking_script (c); " + first.name + "; the same runs, counted after fewer steps; " +
             "only " + first.runs[0].config.name +
-            " began in a cold process (any other size: --size NAME --warmup 0)",
+            " began in a cold process (any other size: --size NAME --warmup 0); level: within a "
+            "deviation, or 5 %",
         {"size", "warmup"});
     for (const StepRun& r : first.runs) {
         for (int warmup : s.o.warmup) {
@@ -921,7 +923,8 @@ int cmd_torch_compile(const Options& asked) {
     for (const Sweep& s : sweeps) {
         for (Precision precision : s.precisions) {
             const string caption =
-                "torch_compile (b): whole model; vanilla = eager, compiled = fused; precision ";
+                "torch_compile (b): whole model; vanilla = eager, compiled = fused by hand, AdamW, "
+                "too; precision ";
             compare_settings(s.caption(caption + name_of(precision)), "b",
                              {{"vanilla", measure_sizes(s, precision, EAGER)},
                               {"compiled", measure_sizes(s, precision, FUSED)}},
@@ -1124,8 +1127,7 @@ static void answer_strategy(const vector<CheckpointRun>& runs, const CheckpointR
            "A whole step, where gradients come as inputs go, is predicted to peak at %.1f MiB: "
            "nesting saves %s against %.1f MiB.",
            mib_of(nested.step.predicted),
-           saved < 0.0005 ? "nothing, or less than 0.1 %,"
-                          : strprintf("%.1f %%", 100 * saved).c_str(),
+           saved < 0.0005 ? "less than 0.1 %" : strprintf("%.1f %%", 100 * saved).c_str(),
            mib_of(block.step.predicted));
 
     sketch(R"(def run(blocks, x):

@@ -266,10 +266,12 @@ static void print_top_kernels(const ProfileRuns& runs, const string& caption) {
 // (c), (d), (e) Prints the shares of matrix products and of other parts, AdamW's time, and how
 // attention's time divides into softmax and products.
 static void print_shares(const ProfileRuns& runs, const string& caption) {
-    Table t{"nsys_profile (c), (d), (e): parts in % of forward's time (step: the step's); " +
-                caption,
-            {"size", "S", "matmul", "softmax", "rope", "swiglu", "rmsnorm", "step: matmul",
-             "AdamW ms", "softmax ms", "products ms"}};
+    Table t{
+        "nsys_profile (c), (d), (e): parts in % of forward's traced time, without the gaps "
+        "(step: of the step's); " +
+            caption,
+        {"size", "S", "matmul", "softmax", "rope", "swiglu", "rmsnorm", "step: matmul", "AdamW ms",
+         "softmax ms", "products ms"}};
     auto percent = [](const Kernels& part, const Kernels& all) {
         return part.empty() ? "" : strprintf("%.1f", share(part, all));
     };
@@ -363,7 +365,8 @@ static void answer_shares(const ProfileRun& r) {
     // flash does attention's products within kernels of its own, which count as attention
     const char* which = in(in(forward, "attention"), "matmul").empty() ? " outside attention" : "";
     answer("c",
-           "Of forward's time %.1f %% goes to matrix products%s (%s). Of the rest most goes to %s.",
+           "Of forward's traced time %.1f %% goes to matrix products%s (%s). Of the rest most goes "
+           "to %s.",
            in_forward, which, size_and_length(r).c_str(), largest_others(forward).c_str());
 
     const Kernels& step = r.step.kernels;
@@ -375,15 +378,15 @@ static void answer_shares(const ProfileRun& r) {
            which, in_forward, in_step, size_and_length(r).c_str());
 
     const Kernels adamw = in(step, "optimizer");
-    answer(
-        "d",
-        "AdamW has no matrix products and takes %.1f of the traced steps' mean %.1f ms (%.1f %%).",
-        ms_of(r, adamw), ms_of(r, step), share(adamw, step));
-    answer(
-        "d",
-        "The other parts have %.1f %% of forward and %.1f %% of the step; there most goes to %s.",
-        share(others_in(forward), forward), share(others_in(step), step),
-        largest_others(step).c_str());
+    answer("d",
+           "AdamW has no matrix products. It takes %.1f of the %.1f ms that are traced in a step "
+           "(%.1f %%).",
+           ms_of(r, adamw), ms_of(r, step), share(adamw, step));
+    answer("d",
+           "The other parts have %.1f %% of forward's traced time and %.1f %% of the step's; there "
+           "most goes to %s.",
+           share(others_in(forward), forward), share(others_in(step), step),
+           largest_others(step).c_str());
 }
 
 // (e) Compares softmax with attention's two products, in time and in FLOPs. The handout counts 5
@@ -840,8 +843,8 @@ static void answer_stages(const MemoryRuns& runs) {
     }
     if (changes.empty()) { return; }
     answer("a",
-           "A step changes memory per block by %s. In backward a block's activations go and its "
-           "gradients come.",
+           "A step changes memory per block, as seen in models of two and three blocks, by %s. In "
+           "backward a block's activations go and its gradients come.",
            list_of(changes).c_str());
 }
 static void answer_peaks(const MemoryRun& r) {  // (b)
@@ -896,8 +899,8 @@ static void answer_largest(const MemoryRun& r) {
            mib_of(r.largest), r.T, list_of(all).c_str());
 }
 
-// (f) Tells what one block saves for backward, most by which five operations, and what backward
-// leaves in its place.
+// (f) Tells what one block saves for backward, most by which operations (those with a twentieth),
+// and what backward leaves in its place.
 static void answer_block(const MemoryRun& r) {
     const BlockMemory& m = r.block;
     if (m.oom) { return answer("f", "Three blocks do not fit."); }
@@ -905,14 +908,14 @@ static void answer_block(const MemoryRun& r) {
     for (const auto& [op, bytes] : m.by_op) { most.push_back({bytes, op}); }
     std::sort(most.rbegin(), most.rend());
 
-    vector<string> five;
+    vector<string> largest;
     for (const auto& [bytes, op] : most) {
-        if (five.size() == 5) { break; }
-        five.push_back(strprintf("%s %.1f %%", op.c_str(), 100.0 * bytes / m.bytes));
+        if (20 * bytes < m.bytes) { break; }
+        largest.push_back(strprintf("%s %.1f %%", op.c_str(), 100.0 * bytes / m.bytes));
     }
     answer("f", "One block saves %.1f MiB for backward (%s at context length %d, %s), most by %s.",
            mib_of(m.bytes), r.config.name.c_str(), r.T, name_of(r.precision),
-           list_of(five).c_str());
+           list_of(largest).c_str());
     answer(
         "f",
         "Backward over the block frees that%s, but memory changes by %+.1f MiB. The difference is "

@@ -133,7 +133,7 @@ int cmd_train(const Options& o) {
            "are held.",
            t.steps, before, after, mib_of(memory_use(context.device).peak));
     if (o.sample > 0) {
-        answer("", "The held-out text's first bytes (%d), continued:", T);
+        answer("", "What the model writes after the held-out text's first bytes (%d):", T);
         sketch(continue_text(t.model, held_out, T, o.sample, o.seed) + "\n");
     }
     return 0;

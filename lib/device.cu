@@ -646,7 +646,7 @@ string deviation(const Stats& s, const char* format) {
 // Returns within what two means are level, or why they cannot be told apart; "" if they differ.
 string level(const Stats& a, const Stats& b, const string& with) {
     const double difference = fabs(a.mean - b.mean), larger = max(a.mean, b.mean);
-    if (difference <= 0.005 * larger) { return "level" + with + " within 0.5 %, a clock's drift"; }
+    if (difference <= 0.005 * larger) { return "level" + with + " within 0.5 %"; }
 
     const int n = min(a.n, b.n);
     double noise = 2 * std::hypot(a.std / sqrt(a.n), b.std / sqrt(b.n));  // of the means

@@ -36,7 +36,7 @@ TEST_CASE("answers: pytorch_attention") {
                 "grows 3.97 times from S 8192 to 16384. It is then 16457.0 MiB, of which "
                 "the formula below explains 16425.0.",
                 "S 32768, needs 160.1 GiB of 139.2.",
-                "exp(S - m) and P, 2 x 4 B S^2 = 2 x 4 x 8 x 32768^2 bytes = 64.0 GiB;",
+                "exp(scores - m) and P, 2 x 4 B S^2 = 2 x 4 x 8 x 32768^2 bytes = 64.0 GiB;",
                 "5 x 4 B S D = 80.0 MiB;", "2 x 4 B S = 2.0 MiB.", "it holds 5 arrays of",
                 "keeps L, one number per query", "It would hold q, k, v, O, dO and L, 81.0 MiB."});
     runs[2].naive = oom();
@@ -137,7 +137,8 @@ TEST_CASE(
     auto text = [](MemoryRates rates) { return printed([&] { answer_weighted_sum(rates); }); };
     check_says(
         text({2993, 2728, 2900}),
-        {"Memory bounds forward of the largest x: it moves 2993.0 GB/s, a copy of x 2900.0.",
+        {"Memory bounds forward of the largest x: it moves 2993.0 GB/s, a copy of x 2900.0. (It "
+         "bounds",
          "Memory bounds backward of the largest x: it moves 2728.0 GB/s, a copy of x 2900.0."});
     check_says(
         text({2.1, 12, 14}),

@@ -654,18 +654,18 @@ TEST_CASE("answers profile: nsys_profile on an H200") {
     check_said(
         said(r),
         {"**(a)** Forward takes 731.688 ms by the clock and 731.049 ms in the trace (2.7B at "
-         "context length 1024): level within 0.5 %, a clock's drift (-0.1 %).",
+         "context length 1024): level within 0.5 % (-0.1 %).",
          "**(b)** In forward `sm80_xmma_gemm",
          "kernel__5x_cublas` (43.1 %, 65 times per pass) takes the most time; 2.7B at",
          "**(b)** With backward it is another one, `nt` (86.9 %, 1 time per pass",
-         "**(c)** Of forward's time 91.9 % goes to matrix products (2.7B at context length "
+         "**(c)** Of forward's traced time 91.9 % goes to matrix products (2.7B at context length "
          "1024). Of the rest most goes to softmax (5.5 %) and rope (2.5 %).",
          "**(d)** From forward to a whole step the share of matrix products goes from 91.9 "
          "to 82.9 %",
-         "**(d)** AdamW has no matrix products and takes 101.9 of the traced steps' mean 2231.9 "
-         "ms (4.6 %).",
-         "**(d)** The other parts have 8.1 % of forward and 12.5 % of the step; there most "
-         "goes to softmax (12.5 %).",
+         "**(d)** AdamW has no matrix products. It takes 101.9 of the 2231.9 ms that are traced in "
+         "a step (4.6 %).",
+         "**(d)** The other parts have 8.1 % of forward's traced time and 12.5 % of the step's; "
+         "there most goes to softmax (12.5 %).",
          "**(e)** Softmax takes 38.32 ms per forward and attention's two products 41.61 ms "
          "(2.7B at context length 1024). It has 64 times fewer FLOPs (5 per score against 4 "
          "x 80), and each takes 58.9 times as long."});
@@ -809,7 +809,9 @@ static MemoryRuns recorded_memory() {
     runs[1].largest = bytes(128);
     runs[1].largest_by = {{"attention/scores matmul (matmul.cu:1)", 32}};
     BlockMemory& block = runs[1].block;  // of 2048 tokens
-    block.by_op = {{"attention/softmax div", 2147483648}, {"ffn linear", 671088640}};
+    block.by_op = {{"attention/softmax div", 2147483648},
+                   {"ffn linear", 671088640},
+                   {"rmsnorm mul", 340000000}};  // less than a twentieth
     block.bytes = 6817906688;
     block.change = -6398455808;
     block.formula = 419450880;
@@ -825,7 +827,8 @@ TEST_CASE("answers profile: memory_profiling on an H200") {
         said(runs),
         {"above the weights (12995.9 MiB) it has its peak in a layer, "
          "504.5 MiB of activations at context length 512",
-         "**(a)** A step changes memory per block by +166.1 MiB in forward, +233.9 in backward "
+         "**(a)** A step changes memory per block, as seen in models of two and three blocks, by "
+         "+166.1 MiB in forward, +233.9 in backward "
          "(context length 128) and +6502.1 MiB in forward, -6102.0 in backward (context length "
          "512).",
          "**(b)** At context length 512 forward's peak is 13.2 GiB; a step's is 65.2 GiB (2.7B, "
@@ -858,7 +861,8 @@ TEST_CASE("answers profile: memory_profiling on an H200") {
     check_said(
         text,
         {"it has its peak in forward/lm_head, 504.5 MiB of activations at context length 512.",
-         "**(a)** A step changes memory per block by +6502.1 MiB in forward, -6102.0 "
+         "**(a)** A step changes memory per block, as seen in models of two and three blocks, by "
+         "+6502.1 MiB in forward, -6102.0 "
          "in backward (context length 512)."});
     CHECK(!has(text, "in a layer"));
     runs[1].block.oom = 1;
