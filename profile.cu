@@ -899,7 +899,7 @@ static void answer_largest(const MemoryRun& r) {
            mib_of(r.largest), r.T, list_of(all).c_str());
 }
 
-// (f) Tells what one block saves for backward, most by which operations (those with a twentieth),
+// (f) Tells what one block saves for backward, most by which operations (those with 4 %),
 // and what backward leaves in its place.
 static void answer_block(const MemoryRun& r) {
     const BlockMemory& m = r.block;
@@ -910,7 +910,7 @@ static void answer_block(const MemoryRun& r) {
 
     vector<string> largest;
     for (const auto& [bytes, op] : most) {
-        if (20 * bytes < m.bytes) { break; }
+        if (25 * bytes < m.bytes) { break; }
         largest.push_back(strprintf("%s %.1f %%", op.c_str(), 100.0 * bytes / m.bytes));
     }
     answer("f", "One block saves %.1f MiB for backward (%s at context length %d, %s), most by %s.",
