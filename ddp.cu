@@ -466,15 +466,16 @@ double parameters_of(const ModelConfig& m) {
 string caption_of(const Options& options, const ModelConfig& model, const Communicator& c) {
     const double millions = 1e-6 * parameters_of(model);
     return strprintf(
-        "%s; %s, backend %s; size %s (%.4g million parameters, %.3g GB; d_model %d, d_ff %d, %s, "
+        "%s; %s, backend %s%s; size %s (%.4g million parameters, %.3g GB; d_model %d, d_ff %d, %s, "
         "%s, vocabulary %d), precision %s, mode %s; %s per rank, context length: %d, AdamW; %d "
         "warmup, %s",
         options.command.c_str(), counted(c.world, "rank").c_str(), c.backend.c_str(),
-        model.name.c_str(), millions, 1e-3 * millions * size_of(weight_dtype()), model.d_model,
-        model.d_ff, counted(model.num_layers, "layer").c_str(),
-        counted(model.num_heads, "head").c_str(), model.vocab_size, name_of(context.precision),
-        caption_of(context.mode).c_str(), counted(options.batch_size, "sequence").c_str(),
-        options.context_length, options.warmup[0], counted(options.steps, "step").c_str());
+        getenv("NCCL_P2P_DISABLE") ? ", NCCL_P2P_DISABLE is set" : "", model.name.c_str(), millions,
+        1e-3 * millions * size_of(weight_dtype()), model.d_model, model.d_ff,
+        counted(model.num_layers, "layer").c_str(), counted(model.num_heads, "head").c_str(),
+        model.vocab_size, name_of(context.precision), caption_of(context.mode).c_str(),
+        counted(options.batch_size, "sequence").c_str(), options.context_length, options.warmup[0],
+        counted(options.steps, "step").c_str());
 }
 
 static vector<Batch> batches_of(const Options& o, const Trainer& t, int n) {
@@ -779,8 +780,6 @@ static void answer_large_buckets(const DdpRuns& runs) {
     auto by_calls = [](auto& a, auto& b) { return a.calls < b.calls; };
     const DdpRun& few = *std::min_element(runs.begin() + BUCKETED, runs.end(), by_calls);
     const DdpRun& many = runs[OVERLAPPED];
-    if (few.calls >= many.calls) { return; }
-
     auto changes = [&](Stats StepStats::*part) {
         const Stats& ms = few.ms.*part;
         return strprintf("%.2f ms, %s", ms.mean,

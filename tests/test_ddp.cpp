@@ -497,6 +497,18 @@ TEST_CASE("answers ddp: naive, flat and overlapped") {
         overlapped(),
         {"a step takes 298.86 ms: too noisy to compare with naive (133.32 ms), and too noisy"});
 }
+TEST_CASE("ddp: the caption says where NCCL must not use NVLink") {
+    begin_on(CPU);
+    Options o;
+    o.warmup = {5};
+    auto caption = [&] {
+        return caption_of(o, {"", 32, 48, 2, 2, 40}, {0, 2, 1, "nccl", nullptr});
+    };
+    CHECK(has(caption(), "2 ranks, backend nccl; size "));
+    setenv("NCCL_P2P_DISABLE", "1", 1);
+    CHECK(has(caption(), "2 ranks, backend nccl, NCCL_P2P_DISABLE is set; size "));
+    unsetenv("NCCL_P2P_DISABLE");
+}
 TEST_CASE("ddp: the cells of a table of steps") {
     vector<DdpRun> runs = recorded();
     runs[FLAT].oom = true;
