@@ -538,8 +538,8 @@ static void answer_weighted_sum(const MemoryRates& r) {
     for (auto [pass, rate] : {pair{"forward", r.forward}, {"backward", r.backward}}) {
         answer(
             "",
-            "Memory %s %s of the largest x: it moves %.1f GB/s, a copy of x %.1f. (It bounds what "
-            "moves 0.8 of a copy's rate or more.)",
+            "Memory %s %s of the largest x: it moves %.1f GB/s, a copy of x %.1f. (Memory bounds "
+            "what moves at least 0.8 of a copy's rate.)",
             rate >= 0.8 * r.copy ? "bounds" : "does not bound", pass, rate, r.copy);
     }
     answer("",

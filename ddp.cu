@@ -737,8 +737,8 @@ static void answer_ddp_overlap_individual_parameters_benchmarking(const DdpRuns&
     const double calls = over.ms.communication.mean;
     const Stats& backward = over.ms.backward;
     answer("b",
-           "Naive's all-reduces all lie after backward, and the step waits %.2f ms for them. Of "
-           "overlapped's, %.2f ms, %.1f %% lies under backward, and the step waits %.2f ms. "
+           "Naive's all-reduces all lie after backward, and the step waits %.2f ms for them. "
+           "Overlapped's take %.2f ms, %.1f %% of it under backward, and the step waits %.2f ms. "
            "Backward itself takes %.2f ms, %s. These are the timed steps' means; --trace FILE.json "
            "shows one more step of each.",
            naive.ms.exposed.mean, calls, 100 * over.ms.hidden.mean / calls, over.ms.exposed.mean,
@@ -824,8 +824,7 @@ static void answer_ddp_bucketed_benchmarking(const DdpRuns& runs) {
     } else {
         answer("b",
                "Naive's %.0f calls (%.2f ms exposed) and flat's one (%.2f ms) do not give an o and "
-               "a w "
-               "here.",
+               "a w here.",
                n, naive_ms, flat_ms);
     }
 }

@@ -590,11 +590,12 @@ static void answer_fsdp_accounting(const vector<FsdpRun>& runs, int world, doubl
         waits += fsdp.wait[unit];
         late += fsdp.wait[unit] > 0.05 * fsdp.gather[unit];
     }
-    answer("b",
-           "Gathers after layer 0 that come late for forward, which waits for over 5 %% of their "
-           "time: %.0f. All take %.3f ms, and forward waits %.3f ms for them. No block runs before "
-           "those of the embedding and of layer 0: forward waits %.3f and %.3f ms for them.",
-           late, gathers, waits, fsdp.wait[0], fsdp.wait[1]);
+    answer(
+        "b",
+        "%.0f of the %zu gathers after layer 0 come late (forward waits for over 5 %% of their "
+        "time). All take %.3f ms, and forward waits %.3f ms for them. No block runs before those "
+        "of the embedding and of layer 0: forward waits %.3f and %.3f ms for them.",
+        late, fsdp.gather.size() - 2, gathers, waits, fsdp.wait[0], fsdp.wait[1]);
 }
 
 // Times the ways, in fp16 without the last, and prints tables and answers. The times of gathers are

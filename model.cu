@@ -683,7 +683,7 @@ static string out_of_memory(const vector<StepRun>& runs, Pass pass, const string
 // benchmarking_script (1.1.3): (b) the times; (c) the first setting's runs, counted after fewer
 // warm-up steps.
 
-constexpr double SMALL_DEVIATION = 0.05;  // of the mean
+constexpr double SMALL_DEVIATION = 0.05;  // of the mean; two texts below say 5 %
 
 // Answers (b): how long each part of a step takes in the largest size where it ran, where it did
 // not fit, and how large the standard deviation is.

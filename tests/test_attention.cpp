@@ -137,8 +137,8 @@ TEST_CASE(
     auto text = [](MemoryRates rates) { return printed([&] { answer_weighted_sum(rates); }); };
     check_says(
         text({2993, 2728, 2900}),
-        {"Memory bounds forward of the largest x: it moves 2993.0 GB/s, a copy of x 2900.0. (It "
-         "bounds",
+        {"Memory bounds forward of the largest x: it moves 2993.0 GB/s, a copy of x 2900.0. "
+         "(Memory bounds what moves at least 0.8 of a copy's rate.)",
          "Memory bounds backward of the largest x: it moves 2728.0 GB/s, a copy of x 2900.0."});
     check_says(
         text({2.1, 12, 14}),

@@ -487,9 +487,9 @@ TEST_CASE("answers ddp: naive, flat and overlapped") {
         {"**(a)** Overlapped, a step takes 110.65 ms: 17.0 % less than naive (133.32 ms), "
          "and 5.6 % less than flat (117.25 ms).",
          "**(b)** Naive's all-reduces all lie after backward, and the step waits 39.20 ms "
-         "for them. Of overlapped's, 62.10 ms, 99.1 % lies under backward, and the step waits 0.59 "
-         "ms. Backward itself takes 68.24 ms, 30.4 % more than without calls (52.33 ms). These "
-         "are"});
+         "for them. Overlapped's take 62.10 ms, 99.1 % of it under backward, and the step waits "
+         "0.59 ms. Backward itself takes 68.24 ms, 30.4 % more than without calls (52.33 ms). "
+         "These are"});
     runs[3].ms.total = of_six(420.33, 5.2);
     check_says(overlapped(), {"3.15 times as long as naive (133.32 ms)"});
     runs[3].ms.total = {298.86, 400, 298.86, 100, 800, 3};
@@ -504,10 +504,18 @@ TEST_CASE("ddp: the caption says where NCCL must not use NVLink") {
     auto caption = [&] {
         return caption_of(o, {"", 32, 48, 2, 2, 40}, {0, 2, 1, "nccl", nullptr});
     };
+    const char* name = "NCCL_P2P_DISABLE";
+    const char* typed = getenv(name);
+    const string before = typed ? typed : "";
+    unsetenv(name);
     CHECK(has(caption(), "2 ranks, backend nccl; size "));
-    setenv("NCCL_P2P_DISABLE", "1", 1);
+    setenv(name, "1", 1);
     CHECK(has(caption(), "2 ranks, backend nccl, NCCL_P2P_DISABLE is set; size "));
-    unsetenv("NCCL_P2P_DISABLE");
+    if (typed) {
+        setenv(name, before.c_str(), 1);
+    } else {
+        unsetenv(name);
+    }
 }
 TEST_CASE("ddp: the cells of a table of steps") {
     vector<DdpRun> runs = recorded();

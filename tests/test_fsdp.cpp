@@ -679,7 +679,8 @@ TEST_CASE("answers: fsdp_accounting") {
          "with the sharded optimizer and 16 Psi/N with FSDP (Psi = 3.407e+09, N = 2).\n",
          "FSDP takes 30838.9 MiB less than DDP. It takes 4847.0 MiB less than expected (MiB: ",
          "FSDP takes 17842.9 MiB less than the sharded optimizer. It takes 4847.0",
-         "of their time: 0. All take 26.130 ms, and forward waits 0.003 ms for them.",
+         "**(b)** 0 of the 1 gathers after layer 0 come late (forward waits for over 5 % of their "
+         "time). All take 26.130 ms, and forward waits 0.003 ms for them.",
          "forward waits 0.225 and 0.801 ms for them.\n"});
     // Two whole units and their gradients are more than what sharding saves: a CPU run of a model
     // of 13.8 MiB.
@@ -689,8 +690,8 @@ TEST_CASE("answers: fsdp_accounting") {
     CHECK(has(said(runs, 2, 3406809600, 2), "8 Psi bytes with DDP, (4 + 4/N) Psi with"));
     runs[2].wait[2] = 12.4;
     CHECK(has(said(runs),
-              "**(b)** Gathers after layer 0 that come late for forward, which waits for over 5 % "
-              "of their time: 1. All take 26.130 ms, and forward waits 12.400 ms for them."));
+              "**(b)** 1 of the 1 gathers after layer 0 come late (forward waits for over 5 % of "
+              "their time). All take 26.130 ms, and forward waits 12.400 ms for them."));
     // bf16: the largest cause is the sharded optimizer's copies, then its activations.
     MemoryUse other{}, fsdp{};
     auto set = [](MemoryUse& use, vector<double> mib) {

@@ -1414,8 +1414,7 @@ TEST_CASE("gradient_checkpointing: a small model without a GPU; exit 1 if no row
           "        x = checkpoint(run, blocks[:-1], x)",
           "**(b)** In custom a step's peak is least with checkpoints of 1 block: 8.8 MiB.\n",
           "**(b)** Else the peak in MiB is 9.2 with checkpoints of 2 blocks, 9.9 with checkpoints "
-          "of 4 blocks, "
-          "11.3 with checkpoints of 8 blocks and 11.3 with no checkpoints."}) {
+          "of 4 blocks, 11.3 with checkpoints of 8 blocks and 11.3 with no checkpoints."}) {
         CHECK_MESSAGE(has(quick.out, says), says, " in: ", quick.out);
     }
     Run large = run_cs336({"gradient_checkpointing", "--device", "cpu", "--d_model", "16384",
@@ -1569,8 +1568,7 @@ TEST_CASE("answers step: gradient_checkpointing") {
         {"**(b)** In xl (2026) a step's peak is least with checkpoints of 1 block: "
          "62651.0 MiB.\n",
          "**(b)** Else the peak in MiB is 68753.0 with checkpoints of 2 blocks, 80957.0 with "
-         "checkpoints of 4 blocks and 251750.0 (out of memory) with no "
-         "checkpoints."});
+         "checkpoints of 4 blocks and 251750.0 (out of memory) with no checkpoints."});
     runs[1].step.peak = 62000ull << 20;
     check_says(said(), {"least with checkpoints of 2 blocks: 62000.0 MiB.",
                         "Else the peak in MiB is 62651.0 with checkpoints of 1 block, 80957.0"});
@@ -1592,8 +1590,7 @@ TEST_CASE("answers step: gradient_checkpointing") {
         {"**(a)** Beside weights and gradients linear nesting holds less: 7000.0 MiB, "
          "against 69651.0 with a checkpoint per block and 258782.0 without. Of the blocks it "
          "holds two inputs at most and one's residuals, O(1) activations, and runs N (N - 1) / 2 = "
-         "496 "
-         "again, O(N^2) compute.",
+         "496 again, O(N^2) compute.",
          "is predicted to peak at 62619.0 MiB: nesting saves less than 0.1 % against 62619.0 "
          "MiB."});
     CHECK(has(strategy(), "        x = checkpoint(run, blocks[:-1], x)"));

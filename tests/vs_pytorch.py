@@ -25,7 +25,7 @@ Model: 5 warm-up and 10 timed steps of each phase, a synchronisation after every
 tensors took during whole steps. Attention: batch 1, 16 heads, runs queued one behind the other, each between two events, the
 L2 cache as the run before left it, their median. Both sides alike and in turn; of --rounds rounds the median. Ratios are
 ours / PyTorch's: below 1, ours is faster, or needs less."""
-import argparse, contextlib, csv, gc, importlib.metadata, itertools, math, statistics, subprocess, sys, tempfile, time
+import argparse, contextlib, csv, gc, importlib.metadata, itertools, math, statistics, subprocess, sys, tempfile, time, typing
 
 SIZES = {"small": (768, 3072, 12, 12), "medium": (1024, 4096, 24, 16), "large": (1280, 5120, 36, 20),
          "xl": (1600, 6400, 48, 25), "2.7B": (2560, 10240, 32, 32)}  # d_model, d_ff, num_layers, num_heads
@@ -147,7 +147,8 @@ class Block(nn.Module):
         q, k, v = (w(n).view(B, T, self.H, C // self.H).transpose(1, 2) for w in (self.q, self.k, self.v))
         a = self.attention(rope(q, cos, sin), rope(k, cos, sin), v, is_causal=True)
         x = x + self.o(a.transpose(1, 2).reshape(B, T, C))
-        return x + (checkpoint(self.feed_forward, x, use_reentrant=False) if self.reruns_ffn else self.feed_forward(x))
+        if self.reruns_ffn: return x + checkpoint(self.feed_forward, x, use_reentrant=False)
+        return x + self.feed_forward(x)
 
     def feed_forward(self, x):
         n = self.ln2(x)
@@ -316,15 +317,24 @@ def in_turn(what, sides):
 # ----------------------------------------------------------------------------------------------------------------------
 # FSDP2 on two GPUs: a process for each, started with this file
 
-# Each case: its name, our command, its row and columns; the precisions; vocabulary, shape as in SIZES, context length and
-# sequences per rank; what FSDP2 runs again in backward, one after the other.
-FSDP_CASES = [("xl (2026)", "fsdp_accounting", 2, ["step (ms)", "peak"], o.precision,
-               (VOCAB, (2560, 10240, 32, 32), 512, 2), ["nothing"]),
-              ("8B", "leaderboard", 0, ["Total Time (ms)", "peak MiB"], ["pure_bf16"],
-               (151936, (4096, 11008, 34, 32), 32768, 1), ["blocks", "feed-forwards"])]
+class FsdpCase(typing.NamedTuple):
+    name: str
+    command: str      # ours, and of its tables:
+    row: int
+    columns: list     # of the step's ms and of the peak's MiB
+    precisions: list
+    reruns: list      # what FSDP2 runs again in backward, one after the other
+    vocabulary: int
+    shape: tuple      # as in SIZES
+    T: int
+    batch: int        # sequences per rank
+
+ACCOUNTING = ("fsdp_accounting", 2, ["step (ms)", "peak"], o.precision)
+FSDP_CASES = [FsdpCase("xl (2026)", *ACCOUNTING, ["nothing"], VOCAB, (2560, 10240, 32, 32), 512, 2),
+              FsdpCase("8B", "leaderboard", 0, ["Total Time (ms)", "peak MiB"], ["pure_bf16"], ["blocks", "feed-forwards"],
+                       151936, (4096, 11008, 34, 32), 32768, 1)]
 if o.quick:
-    FSDP_CASES = [("quick", "fsdp_accounting", 2, ["step (ms)", "peak"], o.precision,
-                   (VOCAB, (128, 512, 4, 4), 32, 1), ["nothing", "blocks", "feed-forwards"])]
+    FSDP_CASES = [FsdpCase("quick", *ACCOUNTING, ["nothing", "blocks", "feed-forwards"], VOCAB, (128, 512, 4, 4), 32, 1)]
 
 @torch.compile
 def loss_and_gradients(x, weight, targets, tokens):
@@ -362,15 +372,15 @@ class RunsAgain(nn.Module):
 
     def forward(self, *inputs): return checkpoint(self.block, *inputs, use_reentrant=False)
 
-def fsdp2_rank(rank, store, results, precision, again, vocabulary, shape, T, batch):
+def fsdp2_rank(rank, store, results, case, precision, again):
     """A rank's steps. Rank 0 puts their mean in ms and its peak in MiB into `results`."""
     if CUDA: torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if CUDA else "gloo", init_method="file://" + store, rank=rank, world_size=2)
     compute = torch.float32 if precision == "fp32" else torch.bfloat16
     weights = torch.bfloat16 if precision == "pure_bf16" else torch.float32
     with torch.device(o.device):
-        model = LMLoss(vocabulary, T, *shape).to(weights)
-        tokens, targets = torch.randint(vocabulary, (2, batch, T))
+        model = LMLoss(case.vocabulary, case.T, *case.shape).to(weights)
+        tokens, targets = torch.randint(case.vocabulary, (2, case.batch, case.T))
     policy = MixedPrecisionPolicy() if compute == weights else MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute)
     for i, block in enumerate(model.blocks):
         block.reruns_ffn = again == "feed-forwards"
@@ -393,9 +403,10 @@ def fsdp2_rank(rank, store, results, precision, again, vocabulary, shape, T, bat
     except torch.cuda.OutOfMemoryError: pass
     dist.destroy_process_group()
 
-def fsdp2(*case):
+def fsdp2(case, precision, again):
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder: torch.multiprocessing.spawn(fsdp2_rank, (folder + "/store", results, *case), 2)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(fsdp2_rank, (folder + "/store", results, case, precision, again), 2)
     if results.empty(): raise RuntimeError("out of memory")
     return results.get()
 
@@ -505,15 +516,16 @@ def attention_table():
 
 def fsdp_table():
     rows = []
-    for size, command, row, columns, precisions, case, agains in FSDP_CASES:
-        for precision in precisions:
+    for case in FSDP_CASES:
+        for precision in case.precisions:
+            what = f"{case.name} {precision}"
             options = ["--edition", "2026", "--precision", precision] + ["--quick"] * o.quick
-            sides = {"ours": lambda: ours(command, columns, *options, row=row)}
-            for again in agains: sides[again] = lambda again=again: fsdp2(precision, again, *case)
-            t = in_turn(f"{size} {precision}", sides)
-            for again in agains:
+            sides = {"ours": lambda: ours(case.command, case.columns, *options, row=case.row)}
+            for again in case.reruns: sides[again] = lambda again=again: fsdp2(case, precision, again)
+            t = in_turn(what, sides)
+            for again in case.reruns:
                 times, peaks = ([t["ours"][i], t[again][i]] for i in (0, 1))
-                rows.append([size, precision, again, *times, ratio(f"{size} {precision} {again}", *times), *peaks, peaks[0] / peaks[1]])
+                rows.append([case.name, precision, again, *times, ratio(f"{what} {again}", *times), *peaks, peaks[0] / peaks[1]])
     show(f"fsdp: a step on two ranks, AdamW included; FSDP2's mean of {o.steps} steps after {o.warmup}; {of_rounds}",
          ["size", "precision", "FSDP2 runs again", "ours ms", "FSDP2 ms", "ratio", "peak ours MiB", "peak FSDP2 MiB", "peak ratio"],
          rows)
