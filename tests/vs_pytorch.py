@@ -12,8 +12,8 @@
 The peer is PyTorch at its best, as far as we know it: each block under torch.compile, attention by SDPA, AdamW with fused=True, and each
 phase captured in one CUDA graph, so that no host slows it. The step without the graph is a column of its own. bf16 is
 autocast's, with weights and AdamW's moments in fp32, as ours is, but its gradients are in fp32, while those of our
-matrices are in 16 bits; fp32 is true fp32, without TF32. The model is the handout's,
-with a matrix each for q, k, v, w1 and w3. There is no max-autotune.
+matrices are in 16 bits; fp32 is true fp32, without TF32. The model is the handout's, with a matrix each for q, k, v, w1
+and w3, or with --joined one for q, k and v and one for w1 and w3, as ours. There is no max-autotune.
 
 torch_compile: attention as in pytorch_attention, and the model with the handout's attention and RMSNorm, written as formulas;
 compiled is torch.compile of the whole, as the handout asks. AdamW is PyTorch's default.
@@ -73,14 +73,15 @@ p.add_argument("--max_ratio", type=positive, metavar="R", help="exit 1 if any ra
 p.add_argument("--attention", action="store_true", help="attention against two of SDPA's backends, too")
 p.add_argument("--no_model", action="store_true", help="without the model's table")
 p.add_argument("--torch_compile", action="store_true", help="problem 1.3: attention and the model, eager and compiled")
+p.add_argument("--joined", action="store_true", help="PyTorch's model has one matrix for q, k, v, and one for w1, w3")
 p.add_argument("--fsdp", action="store_true", help="2026's 7 and 9: steps on two GPUs against FSDP2's, too")
 p.add_argument("--passes", type=whole, default=100, metavar="N", help="of attention in --torch_compile, default 100")
 p.add_argument("--program", default="./cs336", metavar="FILE", help="ours, default ./cs336")
 p.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default cuda")
-p.add_argument("--quick", action="store_true", help="size small, context 32, batch 1, 2 steps, one round, short sequences")
+p.add_argument("--quick", action="store_true", help="size small, fp32, context 32, batch 1, 2 steps, one round, short sequences")
 p.set_defaults(warmup=5, steps=10, heads=16, shapes=SHAPES, lengths=[256, 1024, 4096, 8192, 16384])
 if "--quick" in sys.argv:
-    p.set_defaults(size=["small"], context_length=[32], batch_size=1, rounds=1, warmup=1, steps=2, heads=2,
+    p.set_defaults(size=["small"], precision=["fp32"], context_length=[32], batch_size=1, rounds=1, warmup=1, steps=2, heads=2,
                    shapes=[(256, 64), (256, 128)], lengths=[64], passes=3)
 o = p.parse_args()
 if o.no_model and not (o.attention or o.torch_compile or o.fsdp):
@@ -95,6 +96,7 @@ except ImportError as e: stop(f"needs PyTorch, 2.4 or later (pip install torch):
 try: from flash_attn.cute import flash_attn_func  # another peer, where it is installed: pip install flash-attn-4
 except ImportError: flash_attn_func = None
 CUDA = o.device == "cuda"
+joined = ", its products joined" if o.joined else ""
 of_rounds = "one round" if o.rounds == 1 else f"median of {o.rounds} rounds"
 if CUDA and not torch.cuda.is_available(): stop("--device: got 'cuda', but torch sees no GPU")
 if o.fsdp:
@@ -131,6 +133,17 @@ class RMSNormFormula(nn.Module):
         wide = x.to(torch.float32)
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
 
+class Products(nn.Module):
+    """n products of the same x: a matrix each, or with --joined one matrix for all."""
+    def __init__(self, inputs, outputs, n):
+        super().__init__()
+        shapes = [(inputs, n * outputs)] if o.joined else n * [(inputs, outputs)]
+        self.n, self.matrices = n, nn.ModuleList(nn.Linear(*shape, bias=False) for shape in shapes)
+
+    def forward(self, x):
+        if o.joined: return self.matrices[0](x).chunk(self.n, -1)
+        return [matrix(x) for matrix in self.matrices]
+
 class Block(nn.Module):
     def __init__(self, C, d_ff, H, formulas):
         super().__init__()
@@ -138,21 +151,20 @@ class Block(nn.Module):
         self.attention = attention_formula if formulas else F.scaled_dot_product_attention
         self.reruns_ffn = False  # whether backward runs the feed-forward again, instead of keeping its activations
         self.H, self.ln1, self.ln2 = H, RMSNorm(C, eps=1e-5), RMSNorm(C, eps=1e-5)
-        self.q, self.k, self.v, self.o = (nn.Linear(C, C, bias=False) for _ in range(4))
-        self.w1, self.w3, self.w2 = (nn.Linear(*shape, bias=False) for shape in ((C, d_ff), (C, d_ff), (d_ff, C)))
+        self.qkv, self.o = Products(C, C, 3), nn.Linear(C, C, bias=False)
+        self.w1_w3, self.w2 = Products(C, d_ff, 2), nn.Linear(d_ff, C, bias=False)
 
     def forward(self, x, cos, sin):
         B, T, C = x.shape
-        n = self.ln1(x)
-        q, k, v = (w(n).view(B, T, self.H, C // self.H).transpose(1, 2) for w in (self.q, self.k, self.v))
+        q, k, v = (y.view(B, T, self.H, C // self.H).transpose(1, 2) for y in self.qkv(self.ln1(x)))
         a = self.attention(rope(q, cos, sin), rope(k, cos, sin), v, is_causal=True)
         x = x + self.o(a.transpose(1, 2).reshape(B, T, C))
         if self.reruns_ffn: return x + checkpoint(self.feed_forward, x, use_reentrant=False)
         return x + self.feed_forward(x)
 
     def feed_forward(self, x):
-        n = self.ln2(x)
-        return self.w2(F.silu(self.w1(n)) * self.w3(n))
+        a, b = self.w1_w3(self.ln2(x))
+        return self.w2(F.silu(a) * b)
 
 class LM(nn.Module):
     def __init__(self, V, T, C, d_ff, num_layers, H, formulas=False):
@@ -450,7 +462,7 @@ def model_table():
         rows.append(row + [t["launches"][2], t["ours"][3], t["graph"][3], t["ours"][3] / t["graph"][3]])
     columns = [f"{phase} {column}" for phase in ("fw", "fw+bw", "step") for column in ("ours ms", "PyTorch ms", "ratio")]
     columns += ["step without graph ms", "peak ours MiB", "peak PyTorch MiB", "peak ratio"]
-    caption = f"model: batch {o.batch_size}, mean of {o.steps} steps after {o.warmup}, PyTorch in a CUDA graph; {of_rounds}"
+    caption = f"model: batch {o.batch_size}, mean of {o.steps} steps after {o.warmup}, PyTorch in a CUDA graph{joined}; {of_rounds}"
     show(caption, ["size", "precision", "context length", *columns], rows)
     if "bf16" in o.precision:
         print("In bf16 our gradients of the matrices are in 16 bits (mode flash), PyTorch's under autocast in fp32.\n", flush=True)
@@ -493,7 +505,7 @@ def compile_model_table():
         names = ("forward", "forward+backward", "forward+backward+optimizer")
         rows += [[size, precision, name, a, b, a / b] for name, a, b in zip(names, *times)]
         print("torch_compile (b):", *rows[-3:], file=sys.stderr)
-    show(f"PyTorch's torch_compile (b): the model; batch {o.batch_size}, context length {o.context_length[0]}, mean of {o.steps} steps after {o.warmup}",
+    show(f"PyTorch's torch_compile (b): the model; batch {o.batch_size}, context length {o.context_length[0]}, mean of {o.steps} steps after {o.warmup}{joined}",
          ["size", "precision", "run_type", "eager ms", "compiled ms", "ratio"], rows)
 
 def attention_table():
@@ -526,7 +538,7 @@ def fsdp_table():
             for again in case.reruns:
                 times, peaks = ([t["ours"][i], t[again][i]] for i in (0, 1))
                 rows.append([case.name, precision, again, *times, ratio(f"{what} {again}", *times), *peaks, peaks[0] / peaks[1]])
-    show(f"fsdp: a step on two ranks, AdamW included; FSDP2's mean of {o.steps} steps after {o.warmup}; {of_rounds}",
+    show(f"fsdp: a step on two ranks, AdamW included; FSDP2's mean of {o.steps} steps after {o.warmup}{joined}; {of_rounds}",
          ["size", "precision", "FSDP2 runs again", "ours ms", "FSDP2 ms", "ratio", "peak ours MiB", "peak FSDP2 MiB", "peak ratio"],
          rows)
 
