@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # tests/run.sh RUNNER: all test cases. Most run eight in each process, in JOBS processes at a time (as many as cores, at
 # most 8). Those of the ranks, which have deadlines and mostly wait, run afterwards, two in each of three processes at a
-# time; and by themselves those over NCCL and those that look at the memory in use. Each process is a line, with its
-# first case's number. The logs stay in RUNNER.logs; the last line is `N passed, N failed, N skipped`.
+# time; and by themselves those over NCCL and those that look at the memory in use or at the time. Each process is a
+# line, with its first case's number. The logs stay in RUNNER.logs; the last line is `N passed, N failed, N skipped`.
 export RUNNER=$1 LOGS=$1.logs
 export OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1  # without these each cs336 sets them, and starts itself anew
 rm -rf "$LOGS" && mkdir -p "$LOGS" || exit 1

@@ -284,7 +284,7 @@ TEST_CASE("profile: nsys_profile on a tiny model") {
 // -------------------------------------------------------------------------------------------------
 // With a GPU
 
-TEST_CASE("profile: kernels add up to the step's time, and each has its range") {
+TEST_CASE("measure: kernels add up to the step's time, and each has its range") {
     if (!begin_on(CUDA)) { return; }
     // the untraced steps, too: their memory then serves the traced ones
     context.each_launch = true;
