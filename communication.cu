@@ -66,7 +66,7 @@ static double time_all_reduce(const Communicator& c, int64_t n, int warmup, int 
         fail("all-reduce over %s: wrong sums", c.backend.c_str());
     }
 
-    // Each further sum multiplies by up to the number of ranks. It must not come to inf.
+    // Each further sum multiplies by up to the number of ranks: in the default steps not to inf.
     scale_in_place(tensor, 1e-20f);
     vector<double> mine;
     for (int i = 0; i < warmup + steps; i++) {
@@ -199,6 +199,7 @@ int cmd_distributed_communication_single_node(const Options& options) {
     AllReduceGroup group;
     rewind(results);
     while (fread(&group, sizeof group, 1, results) == 1) { groups.push_back(group); }
+    // for the caption
     context.device = cuda_devices() > 0 && options.device != "cpu" ? CUDA : CPU;
     print_all_reduces(options, groups);
     if (!missing.empty()) { answer("", "Not measured: %s.", list_of(missing).c_str()); }
@@ -263,8 +264,8 @@ int cmd_communication_accounting(const Options& options) {
     const double alpha = options.tflops * 1e12 / (options.bandwidth_gb * GB);
     const double most_Y = M_Y * F / alpha;
     if (options.tp >= most_Y) {
-        usage_error("--tp: got %g; no batch is compute bound from M_Y F W / C = %.1f on",
-                    (double)options.tp, most_Y);
+        usage_error("--tp: got %d; no batch is compute bound from M_Y F W / C = %.1f on",
+                    options.tp, most_Y);
     }
     const double per_token = 2 * L * (D + F);                      // bytes saved for backward
     const double too_many = ceil(CHIP_GB * GB / (per_token / 2));  // tokens
@@ -389,7 +390,7 @@ int cmd_alternate_ring_all_reduce(const Options& options) {
 }
 
 // Prints the answers of data_parallel_calcs and fsdp_calcs. name: the handout's, of the number of
-// devices; sends: what backward sends twice.
+// devices; sends: how often backward sends that, and why.
 static int split_of_batch(const Options& options, const char* name, const vector<PassCost>& costs,
                           const char* sends) {
     const auto [B, D, F, C, W] = sizes_of(options);

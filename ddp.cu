@@ -97,8 +97,8 @@ static void gradient_is_ready(DataParallel& parallel, int64_t begin, int64_t end
     }
 }
 
-// Makes the model's gradients call gradient_is_ready, and returns the state that these calls
-// change. First it sends rank 0's weights to all. bucket_mb: BUCKETED's cap.
+// Makes the model's gradients call gradient_is_ready, but for NO_SYNC, and returns the state that
+// these calls change. First it sends rank 0's weights to all. bucket_mb: BUCKETED's cap.
 static shared_ptr<DataParallel> data_parallel(const Communicator& c, Strategy strategy,
                                               double bucket_mb, const Model& model) {
     wait(c, broadcast(c, model.weights, 0));
@@ -147,9 +147,9 @@ static void finish_gradient_synchronization(DataParallel& parallel) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Section 3: the optimizer, sharded. AdamW keeps 8 bytes of state beside each weight's 4 and its
-// gradient's 4. With N ranks, each rank keeps the state of 1/N of the elements only. Elements that
-// each rank sends, of Psi parameters:
+// Section 3: the optimizer, sharded. In fp32 AdamW keeps 8 bytes of state beside each weight's 4
+// and its gradient's 4. With N ranks, each rank keeps the state of 1/N of the elements only.
+// Elements that each rank sends, of Psi parameters:
 //   unsharded   all-reduce of the gradients                                  2 Psi (N-1)/N
 //   broadcast   the same, and a broadcast of each shard of the weights       3 Psi (N-1)/N
 //   ZeRO-1      reduce-scatter of the gradients, all-gather of the weights   2 Psi (N-1)/N
@@ -175,7 +175,8 @@ void begin_adamw_step(ParameterGroup& group, const Tensor& own) {
 }
 
 // Steps each group's weights, which then are the same on all ranks. A sharded optimizer steps only
-// this rank's 1/N of them and gets the others' from their ranks. gradient_scale: see guarded_step.
+// this rank's 1/N of them and gets the rest from the other ranks. For ZERO1 backward must have
+// filled all gradients, as the Transformer's does. gradient_scale: see guarded_step.
 static void step_parameter_groups(Optimizer& optimizer, float gradient_scale) {
     NoGrad no_grad;
     const Communicator& c = optimizer.c;
@@ -359,7 +360,7 @@ static void train_and_compare(const Communicator& c, const ModelConfig& config,
     AdamW adamw;
     adamw.lr = 0.01f;
     adamw.weight_decay = 0.1f;
-    adamw.eps = 1e-5f;  // else a gradient that is rounding alone moves its weight by lr, either way
+    adamw.eps = 1e-5f;  // else a gradient of mere rounding errors moves its weight by lr
     const Model &got = ours.model, &want = whole.model;
     const int64_t half = got.weights.size() / 2;  // an arena's size is even
     auto add_half = [&](int64_t begin) {
@@ -578,14 +579,17 @@ struct DdpRun : WayRun {
     double bucket_mb;
     int calls = 0;
     double mb = 0;  // all-reduced per step
-    DdpRun(Strategy s, double mb = 0)
-        : WayRun{mb > 0 ? strprintf("%g MB", mb) : name_of(s)}, strategy(s), bucket_mb(mb) {}
+    DdpRun(Strategy s, double cap_mb = 0)
+        : WayRun{cap_mb > 0 ? strprintf("%g MB", cap_mb) : name_of(s)},
+          strategy(s),
+          bucket_mb(cap_mb) {}
 };
 using DdpRuns = vector<DdpRun>;
 
 // With --trace, takes one more step behind the last timed one, and adds its trace.
 void trace_step(Trainer& trainer, const char* name, const Options& options, Traces& traces) {
     if (options.trace.empty() || trainer.steps < options.warmup[0] + options.steps) { return; }
+    const double last_loss = trainer.loss;
     start_tracing();
     {
         Range range(name);
@@ -593,6 +597,7 @@ void trace_step(Trainer& trainer, const char* name, const Options& options, Trac
         train_step(trainer, batches_of(options, trainer, 1));
     }
     traces.push_back(stop_tracing());
+    trainer.loss = last_loss;  // the tables have the last timed step's
 }
 
 // Times the steps of one strategy, and counts its calls and their bytes. Every way starts from the
@@ -656,8 +661,8 @@ void add_step(Table& table, const WayRun& run) {
               part(ms.optimizer));
 }
 
-// Prints two tables: the parts of a step in each way and in one process; what the steps
-// communicate, how fast they are, and what they save. ranks: how many share a step.
+// Prints two tables: the parts of a step in each way and in one process; and, if naive ran, what
+// the steps communicate, how fast they are, and what they save. ranks: how many share a step.
 static void print_steps(const string& caption, const DdpRuns& runs, const WayRun& single,
                         const Options& options, int ranks) {
     const double single_ms = single.ms.total.mean, naive_ms = runs[NAIVE].ms.total.mean;
@@ -687,9 +692,9 @@ static void print_steps(const string& caption, const DdpRuns& runs, const WayRun
     if (!runs[NAIVE].oom) { print(comparison); }
 }
 
-// Says how our time stands to theirs: "12.1 % less than naive (133.12 ms)", "2.10 times as long as
-// flat (116.98 ms)", "level with flat (116.98 ms) within twice the standard error", or "too noisy
-// to compare with naive (133.12 ms)".
+// Says how our time stands to theirs, for example "12.1 % less than naive (133.12 ms)", "2.10 times
+// as long as flat (116.98 ms)", "level with flat (116.98 ms) within twice the standard error", or
+// "too noisy to compare with naive (133.12 ms)".
 static string against(const Stats& ours, const Stats& theirs, const char* name) {
     const double times = ours.mean / theirs.mean, percent = 100 * fabs(times - 1);
     const string they = strprintf("%s (%.2f ms)", name, theirs.mean);
@@ -742,7 +747,8 @@ static void answer_ddp_overlap_individual_parameters_benchmarking(const DdpRuns&
            "Backward itself takes %.2f ms, %s. These are the timed steps' means; --trace FILE.json "
            "shows one more step of each.",
            naive.ms.exposed.mean, calls, 100 * over.ms.hidden.mean / calls, over.ms.exposed.mean,
-           backward.mean, against(backward, runs[NO_SYNC].ms.backward, "without calls").c_str());
+           backward.mean,
+           against(backward, runs[NO_SYNC].ms.backward, "a backward without calls").c_str());
 }
 
 // Answers (a) which bucket size is the fastest, and whether others are level with it.
@@ -791,19 +797,19 @@ static void answer_large_buckets(const DdpRuns& runs) {
            changes(&StepStats::backward).c_str());
 }
 
-// Answers (a), and (b): the overhead of n_b buckets of s bytes together, at w bytes/s and o for
-// each call, and the best size of a bucket.
+// Answers (a), and (b): the overhead of n_b buckets of s bytes together, at w bytes/s and o
+// seconds for each call, and the best size of a bucket.
 static void answer_ddp_bucketed_benchmarking(const DdpRuns& runs) {
     const DdpRun &naive = runs[NAIVE], &flat = runs[FLAT];
     answer_fastest_bucket(runs);
     answer_large_buckets(runs);
 
-    // What the step waits for has the gaps between calls, too.
+    // The exposed time, not that of the calls: it has the gaps between them, too.
     const double flat_ms = flat.ms.exposed.mean, naive_ms = naive.ms.exposed.mean;
     const double backward = runs[NO_SYNC].ms.backward.mean;
     answer("a",
-           "The model in (b) assumes that backward takes as long as communication. Here flat's "
-           "communication (%.2f ms) takes %.2f times as long as backward (%.2f ms).",
+           "The model in (b) assumes that backward takes as long as communication. Here what "
+           "flat leaves exposed (%.2f ms) takes %.2f times as long as backward (%.2f ms).",
            flat_ms, flat_ms / backward, backward);
     answer("b",
            "Backward ends at s/w. Sending starts after the first bucket, at s/(n_b w), and then "
@@ -834,7 +840,7 @@ static void answer_ddp_bucketed_benchmarking(const DdpRuns& runs) {
 
 // Joins neighbouring caps that cut the same buckets into one way, with both names.
 static void join_equal_caps(const ModelConfig& config, DdpRuns& runs) {
-    Model planned = lay_out_model(config);
+    const Model planned = lay_out_model(config);
     DdpRuns joined;
     vector<int64_t> last_ends;
     for (const DdpRun& run : runs) {
@@ -928,12 +934,12 @@ static void run_sharded(const Communicator& c, const Options& options, const Mod
     });
 }
 
-// Answers (a), the memory; (b), the time; (c), what ZeRO-1 does otherwise.
+// Answers (a), the memory; (b), the time; (c), what ZeRO-1 does differently.
 static void answer_optimizer_state_sharding_accounting(const vector<ShardingRun>& runs, int ranks,
                                                        const string& backend) {
     const ShardingRun &whole = runs[UNSHARDED], &ours = runs[BROADCAST], &zero = runs[ZERO1];
     const size_t* before_step = whole.peaks[BEFORE_STEP].second.peak_by;
-    const size_t weights = before_step[PARAMETERS];  // 4 Psi bytes
+    const size_t weights = before_step[PARAMETERS];  // in fp32 4 Psi bytes
     auto peak = [](const ShardingRun& run, Moment moment) {
         return mib_of(run.peaks[moment].second.peak);
     };

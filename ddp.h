@@ -88,10 +88,10 @@ struct WeightsCheck {
 // and its optimizer.
 void print_checks(const Communicator& c, const Options& o, int steps, const char* setting,
                   const vector<WeightsCheck>& checks);
-// Adds the differences of two tensors to a check. They match as lib.h's compare has it.
+// Adds the differences of two tensors to a check. lib.h's compare says whether they match.
 void compare(WeightsCheck& check, const Tensor& got, const Tensor& want, double rtol = 1e-5,
              double atol = 1e-6);
-// Returns a number that tells t's bits from others.
+// Returns a hash of t's bits.
 uint64_t key_of_bits(const Tensor& t);
 // Returns whether all ranks pass the same number.
 bool same_everywhere(const Communicator& c, uint64_t mine);
@@ -104,7 +104,7 @@ bool same_everywhere(const Communicator& c, uint64_t mine);
 ModelConfig choose_step(Options& o, const Communicator& c);
 // Returns the caption of a table of steps: the command, the ranks, the model and the setting.
 string caption_of(const Options& o, const ModelConfig& m, const Communicator& c);
-double parameters_of(const ModelConfig& m);  // counts the numbers in its weights
+double parameters_of(const ModelConfig& m);  // how many it has
 using MakeTrainer = function<Trainer(const Communicator& c)>;
 // Returns how many bytes a rank holds at most in two steps of n batches, found by a run on META.
 size_t steps_peak(int world, const Options& o, const MakeTrainer& make, int n);

@@ -18,10 +18,10 @@
 // gather of unit i + 1 overwrites unit i - 1. It starts when the compute stream has finished that
 // unit, since collectives start behind what is queued there.
 
-// what is gathered at once; its elements are those of the model's arena from begin
+// what is gathered at once; its elements are [begin, end) of the model's arena
 struct FsdpUnit {
     int64_t begin = 0, end = 0;
-    int64_t part = 0;           // elements that each rank keeps; the last rank's end in padding
+    int64_t part = 0;           // elements that each rank keeps; the last ranks' may be padding
     int64_t offset = 0;         // of the own part, in Fsdp::shard
     Tensor own;                 // that part, as a gather takes it (see FastWays' keep_part)
     Tensor weights, gradients;  // whole, [world * part], while the unit has its buffer
@@ -53,8 +53,8 @@ struct Fsdp {
     WorkPtr gathers[2];
     vector<FsdpWait> waits;  // of this step
     // Each unit takes its AdamW step as soon as its gradient is an average, and its gradient is not
-    // kept. The step then has one backward, and needs no norm before (clipping, fp16's loss scale).
-    // fsdp_optimizer_step still follows: it steps the RMSNorms' weights.
+    // kept. So the step must have one backward, and need no norm before (clipping, fp16's loss
+    // scale). fsdp_optimizer_step still follows: it steps the RMSNorms' weights.
     bool steps_in_backward = false;
     // The unit that backward has come to; in forward, the number of units. start_reduce has run for
     // every unit above it.
@@ -82,7 +82,7 @@ static vector<FsdpUnit> units_from(const vector<Parameter>& parameters) {
 }
 
 // Returns the layout: this rank's shard, and the buffers. The weights are not set. The shard has
-// weight_dtype(). If that is fp32, weights are sent and computed with in compute_dtype. Unit 0, the
+// weight_dtype(). If that is fp32, weights are sent and used in compute_dtype. Unit 0, the
 // embedding, stays fp32 even then: it is a look-up only, as under autocast. Gradients have the
 // shard's dtype.
 static shared_ptr<Fsdp> fully_shard(const Communicator& c, const vector<Parameter>& parameters,
@@ -161,7 +161,7 @@ static Tensor place(Fsdp& fsdp, const Parameter& parameter, const Shape& shape) 
 // -------------------------------------------------------------------------------------------------
 // FSDP's hooks: gathers before a unit's ops, reduce-scatters behind them.
 
-// Starts the gather of unit i into its buffer, in the dtype in which it is computed with.
+// Starts the gather of unit i into its buffer, in the dtype that its products take.
 static void start_gather(Fsdp& fsdp, int i) {
     const FsdpUnit& unit = fsdp.units[i];
     const bool casts = unit.weights.dtype != unit.own.dtype;
@@ -195,7 +195,8 @@ static void pre_forward(Fsdp& fsdp, int i) {
     }
 }
 
-// Zeroes what has no gradient: padding, and parameters that this rank's loss did not depend on.
+// Zeroes what has no gradient: padding, the place of the norm within a block, and parameters that
+// this rank's loss did not depend on.
 static void zero_the_rest(FsdpUnit& unit) {
     int64_t end = 0;
     auto zero_up_to = [&](int64_t begin) {
@@ -249,11 +250,12 @@ static void start_reduce(Fsdp& fsdp, int i) {
 }
 
 // Runs when backward comes to unit i. The gradients of unit i + 1 are complete then, so their
-// reduce-scatter starts. The loop runs once, as backward comes to every unit in turn. Unit i's
-// weights may have been overwritten since forward, so pre_forward gets them again; it also starts
-// the gather of unit i - 1. The head, the last unit, has no pre_backward.
+// reduce-scatter starts. Unit i's weights may have been overwritten since forward, so pre_forward
+// gets them again; it also starts the gather of unit i - 1. The head, the last unit, has no
+// pre_backward.
 static void pre_backward(Fsdp& f, int i) {
-    for (; f.reached > i; f.reached--) { start_reduce(f, f.reached); }
+    start_reduce(f, i + 1);
+    f.reached = i;
     // Unit 0's backward, a look-up's, needs no weights, only the buffer for gradients.
     if (i > 0) { pre_forward(f, i); }
 }
@@ -289,7 +291,7 @@ static void begin_fsdp_step(Fsdp& f) {
 // Ends each backward: the own gradients then are averages, or sums of averages.
 static void finish_backward(Fsdp& fsdp) {
     Range range("synchronize gradients");
-    for (; fsdp.reached >= 0; fsdp.reached--) { start_reduce(fsdp, fsdp.reached); }
+    start_reduce(fsdp, 0);
     finish_reduce(fsdp);
     fsdp.reached = (int)fsdp.units.size();
 
@@ -431,7 +433,7 @@ static WeightsCheck check_case(const Communicator& c, const FsdpCase& tried, uin
 
     const ModelConfig config = {"lm", 32, 48, 3, 2, VOCABULARY};
     AdamW adamw;
-    adamw.eps = 1e-3f;  // else a gradient that is rounding alone moves its weight by lr
+    adamw.eps = 1e-3f;  // else a gradient of mere rounding errors moves its weight by lr
     double atol = 1e-4, rtol = 1e-4;
     if (tried.precision == FP32) {
         adamw.eps = 1e-5f;
@@ -439,9 +441,9 @@ static WeightsCheck check_case(const Communicator& c, const FsdpCase& tried, uin
     }
     if (tried.precision == PREC_PURE_BF16) {
         adamw.lr = 0.02f;  // in bf16 a weight is rounded, so a small step may be none
-        // Rounding turns a weight's last bit, 2^-7 of it or less, and goes on from there. Two
-        // turned bits are within these bounds. A third one in as many steps would not be, but did
-        // not occur in 3800 runs with 2 to 8 ranks and twice the width.
+        // In a step rounding may turn a weight's last bit, 2^-7 of it or less. Two turned bits are
+        // within these bounds. A third one would not be, but did not occur in 3800 runs with 2 to 8
+        // ranks and twice the width.
         atol = 2e-3;
         rtol = 1.0 / 64;
     }
@@ -453,7 +455,7 @@ static WeightsCheck check_case(const Communicator& c, const FsdpCase& tried, uin
     make_gradients(whole.model);
     ours.scaler.scale = whole.scaler.scale = 1024;  // a power of two: unscaling is exact
     Fsdp& fsdp = *ours.f;
-    uint64_t bits = 0;  // of all that was gathered
+    uint64_t bits = 0;  // of all weights
     for (int step = 0; step < STEPS; step++) {
         train_both(c, ours, whole, seed + step, tried.batches);
         visit_whole(fsdp, false, [&](const Parameter& parameter, const Tensor& got) {
@@ -538,8 +540,9 @@ static void print_fsdp_accounting(const string& caption, const vector<FsdpRun>& 
     if (!times.rows.empty()) { print(times); }
 }
 
-// Lists by category, the largest first, by how many MiB FSDP's peak misses the expected one. FSDP
-// should save `saved` bytes of weights, as many of gradients, and `moments` of AdamW's state.
+// Lists how many MiB more (+) or less than expected FSDP's peak has of each category, the largest
+// first. FSDP should save `saved` bytes of weights, as many of gradients, and `moments` of AdamW's
+// state.
 static string causes(const MemoryUse& other, const MemoryUse& fsdp, double saved, double moments) {
     std::multimap<double, string> parts;
     for (auto [category, expected] : {pair(PARAMETERS, saved),
@@ -561,6 +564,7 @@ static string causes(const MemoryUse& other, const MemoryUse& fsdp, double saved
 
 // Answers (a) and (b). runs: by Way; psi: parameters; bytes: of a weight.
 static void answer_fsdp_accounting(const vector<FsdpRun>& runs, int world, double psi, int bytes) {
+    // bytes that a rank holds with DDP, FSDP and the sharded optimizer
     const double N = world, full = 4 * bytes * psi, part = full / N, split = (full + part) / 2;
     answer("a",
            "FSDP should save %.1f MiB against DDP and %.1f MiB against a sharded optimizer. "
@@ -575,10 +579,10 @@ static void answer_fsdp_accounting(const vector<FsdpRun>& runs, int world, doubl
     auto answer_against = [&](const FsdpRun& run, const char* name, double held, double moments) {
         if (run.oom) { return answer("a", "%s did not fit.", run.name.c_str()); }
         const double saved = mib_of((double)run.use.peak - (double)fsdp.use.peak);
-        const double more = saved - mib_of(held - part);
+        const double saved_beyond = saved - mib_of(held - part);
         answer("a", "FSDP takes %.1f MiB %s than %s. It takes %.1f MiB %s than expected%s.",
-               fabs(saved), saved < 0 ? "more" : "less", name, fabs(more),
-               more < 0 ? "more" : "less",
+               fabs(saved), saved < 0 ? "more" : "less", name, fabs(saved_beyond),
+               saved_beyond < 0 ? "more" : "less",
                causes(run.use, fsdp.use, (full - part) / 4, moments).c_str());
     };
     answer_against(runs[PLAIN_DDP], "DDP", full, (full - part) / 2);
@@ -639,7 +643,8 @@ int cmd_fsdp_accounting(const Options& typed) {
 
 struct LeaderboardRun : WayRun {
     int world = 1;
-    double tokens = 0, flops = 0, first_loss = 0;
+    double tokens = 0, flops = 0;  // of a step, all ranks'
+    double first_loss = 0;
     double tflops() const { return flops / ms.total.mean / 1e9; }  // per second, of all ranks
 };
 
@@ -703,7 +708,7 @@ static void choose_what_runs_again(const Options& options, int world, double roo
     while (n < L && peak(true, context.checkpoint) > room) { n++; }
 }
 
-// Prints two tables: the parts of a step; its rates, memory and losses.
+// Prints two tables: the parts of a step; and, if it fits, its rates, memory and losses.
 static void print_leaderboard(const LeaderboardRun& run, const string& caption) {
     Table parts = step_table(caption, "Model");
     add_step(parts, run);
@@ -744,7 +749,7 @@ static void leaderboard(Options options, const Communicator& c) {
     }
 
     context.head_chunk = 2048;  // rows of the logits that the loss makes at a time
-    // so that events can stand between the parts; a step's kernels hide the launches
+    // no CUDA graph: events stand between the parts; kernels this long hide the launches
     context.each_launch = true;
     LeaderboardRun run{{config.name}};
     run.world = c.world;

@@ -89,7 +89,7 @@ struct Command {
 // An example, nsys_profile: the problem is 1.1.4 in 2025's handout and 2.1.4 in 2026's, and worth 5
 // points. It takes COMMON's options, TIMED's and those of its own row. `--context_length` takes a
 // list; its default is the four lengths of the row, not TIMED's 256. `--warmup` takes one number,
-// by default 2; `--precision` takes one word, by default that of add_common_options(). In edition
+// by default 2; `--batch_size` takes one, too, by default that of add_common_options(). In edition
 // 2026 two sizes and two lengths are the defaults. With --quick the length is 64, and the rest is
 // TIMED_QUICK's.
 
@@ -380,7 +380,7 @@ static bool is_quick(const Command& c, const Options& o) {
 // not take is a usage error.
 static bool parse_words(CLI::App& app, const vector<string>& words) {
     for (const string& word : words) {
-        // CLI11 takes 1,,2 for 1,2.
+        // Refuses 1,,2, which CLI11 takes for 1,2.
         const string list = "," + word.substr(word.find('=') + 1) + ",";
         if (list != ",," && list.find(",,") != string::npos) {
             usage_error("%s: a word of the list is empty", word.c_str());
@@ -473,8 +473,8 @@ static int cmd_list(const Options&) {
 }
 
 // Returns whether `text` is what a program of this commit prints on this device, at these sizes and
-// in this format. A program that knows no commit, or has changes of its own, says of no text that
-// it is.
+// in this format. Where the commit is unknown or dirty, no text is. On a machine with a GPU no text
+// of the CPU is, so its problem runs again.
 static bool is_as_now(const string& text, const string& of_commit, bool quick) {
     if (of_commit == "unknown" || text.find("dirty") != string::npos) { return false; }
     auto has = [&](const string& part) { return text.find(part) != string::npos; };

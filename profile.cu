@@ -20,8 +20,8 @@ using Json = nlohmann::json;
 //   "rope", "swiglu", "rmsnorm"  layers.cu
 //   "layer"                      model.cu, around a block
 //   "optimizer"                  layers.cu, around AdamW
-//   "step", "forward"            profile_phase below; model.cu. range_paths() takes them off the
-//                                forward path with which a backward step's path ends
+//   "step", "forward"            profile_phase below; model.cu. range_paths() cuts them out of the
+//                                path of a backward step
 // Whoever renames a range renames it here, too: else its share of the time becomes 0 % (a test of
 // --trace finds that).
 
@@ -187,7 +187,7 @@ static void profile_phase(ProfileRun& r, Phase phase, const Options& o, Traces& 
         p.ms = stats_of(time_ms(o.warmup[0], o.steps, pass));
 
         start_tracing();
-        // These are o.steps + 1 passes, which r.passes counts. Their times are the trace's.
+        // These are o.steps + 1 passes, which r.passes counts. Only the trace's times count.
         time_ms(1, o.steps, pass);
         Trace trace = stop_tracing();
         if (!o.trace.empty()) { traces.push_back(trace); }
@@ -201,6 +201,7 @@ static void profile_phase(ProfileRun& r, Phase phase, const Options& o, Traces& 
     };
     p.oom = run_if_fits(row_of(r.config, r.B, r.T, phase),
                         predicted_peak(r.config, r.B, r.T, phase), measure);
+    stop_tracing();  // a pass that found no memory left it on
 }
 
 static double ms_of(const ProfileRun& r, const Kernels& all) {  // per pass; NAN: there are none
@@ -346,7 +347,7 @@ static void answer_top_kernel(const ProfileRun& r) {
 static Kernels others_in(const Kernels& all) {
     return outside(outside(all, "matmul"), "optimizer");
 }
-// Lists the four parts of the model, each named by its innermost range, in which the others take
+// Lists the four parts of the model, each named by its innermost range, in which others_in() has
 // the most time: "softmax (4.2 %), rope (2.9 %), swiglu (2.2 %) and rmsnorm (2.0 %)".
 static string largest_others(const Kernels& all) {
     vector<string> parts;
@@ -389,8 +390,8 @@ static void answer_shares(const ProfileRun& r) {
            largest_others(step).c_str());
 }
 
-// (e) Compares softmax with attention's two products, in time and in FLOPs. The handout counts 5
-// FLOPs per score for softmax (maximum, subtract, exp, sum, divide) and 2 D for each product.
+// (e) Compares softmax with attention's two products, in time and in FLOPs. We count 5 FLOPs per
+// score for softmax (maximum, subtract, exp, sum, divide) and 2 D for each product.
 static void answer_softmax(const ProfileRun& r) {
     const Kernels attention = in(r.forward.kernels, "attention");
     const double softmax_ms = ms_of(r, in(attention, "softmax")),
@@ -666,7 +667,7 @@ struct PhaseMemory {
 struct BlockMemory {  // what one block saves for backward, bytes
     size_t oom = 0;
     map<string, int64_t> by_op = {};
-    // all of it; of it 16-bit copies of weights, which go when backward ends
+    // in all; and of it the 16-bit copies of weights, which go when backward ends
     int64_t bytes = 0, copies = 0;
     int64_t change = 0;   // of the bytes held, while backward goes over a block
     int64_t formula = 0;  // bytes of its parameters' gradients, by their shapes
@@ -899,7 +900,7 @@ static void answer_largest(const MemoryRun& r) {
            mib_of(r.largest), r.T, list_of(all).c_str());
 }
 
-// (f) Tells what one block saves for backward, most by which operations (those with 4 %),
+// (f) Tells what one block saves for backward, most by which operations (from 4 % on),
 // and what backward leaves in its place.
 static void answer_block(const MemoryRun& r) {
     const BlockMemory& m = r.block;

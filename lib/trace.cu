@@ -212,8 +212,9 @@ void start_tracing() {
     tracing = true;
 }
 
-// Ends the trace and returns it. A range that is still open ends now.
+// Ends the trace and returns it, empty if there is none. A range that is still open ends now.
 Trace stop_tracing() {
+    if (!tracing) { return {}; }
     synchronize();
     tracing = false;
     if (trace.no_kernels.empty()) { stop_cupti(); }

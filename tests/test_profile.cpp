@@ -76,6 +76,7 @@ TEST_CASE("profile: a trace knows nothing of the one before") {
     { Range range("new"); }
     open.reset();
     CHECK(range_paths(stop_tracing()) == vector<string>{"forward", "new"});
+    CHECK(stop_tracing().ranges.empty());  // there is none
 }
 TEST_CASE("profile: backward's work stands where the forward recorded it") {
     begin_on(CPU);
