@@ -121,16 +121,16 @@ static void answer_pytorch_attention(const AttentionRuns& runs, const TooLong& t
     }
 
     const double square = 4.0 * GRID_BATCH * t.S * t.S;  // bytes of an array of B S^2
-    answer("a",
-           "Of D %d's configurations the smallest that does not fit (doubling S, predicted), S %d, "
-           "needs %.1f GiB of %.1f. When backward starts, it holds exp(scores - m) and P, 2 x 4 B "
-           "S^2 = "
-           "2 x 4 x %d x %d^2 bytes = %.1f GiB; q, k, v, O and dO, 5 x 4 B S D = %.1f MiB; and two "
-           "numbers per row, 2 x 4 B S = %.1f MiB. At backward's peak it holds %.0f arrays of B "
-           "S^2, dP among them.",
-           D, t.S, to_gib(t.peak), to_gib(t.available), GRID_BATCH, t.S, to_gib(2 * square),
-           mib_of(20.0 * GRID_BATCH * t.S * D), mib_of(8.0 * GRID_BATCH * t.S),
-           floor(t.peak / square));
+    answer(
+        "a",
+        "If S doubles on at D %d, the first that does not fit is S %d: it needs %.1f GiB of %.1f "
+        "(predicted). When backward starts, it holds exp(scores - m) and P, 2 x 4 B S^2 = 2 x 4 x "
+        "%d x %d^2 bytes = %.1f GiB; q, k, v, O and dO, 5 x 4 B S D = %.1f MiB; and two "
+        "numbers per row, 2 x 4 B S = %.1f MiB. At backward's peak it holds %.0f arrays of B "
+        "S^2, dP among them.",
+        D, t.S, to_gib(t.peak), to_gib(t.available), GRID_BATCH, t.S, to_gib(2 * square),
+        mib_of(20.0 * GRID_BATCH * t.S * D), mib_of(8.0 * GRID_BATCH * t.S),
+        floor(t.peak / square));
     answer("a",
            "FlashAttention removes this cost: it keeps L, one number per query, and computes P "
            "again in backward. It would hold q, k, v, O, dO and L, %.1f MiB.",
@@ -174,8 +174,8 @@ int cmd_pytorch_attention(const Options& o) {
 //   dS_nj = P_nj (dP_nj - delta_n),  delta_n = sum_j P_nj dP_nj
 // The loop passes three times over a row. The kernel finds maximum and sum in one pass (the sum is
 // rescaled when the maximum grows: "online" softmax) and writes in a second; it moves at most 3
-// elements per entry, eager's five kernels move 8 (with the tape 9). Its maxima start from a finite
-// number: a score of -inf then adds exp(-inf) = 0, where -inf - -inf would be NaN.
+// elements per entry, eager's five kernels move 8 (argmax, for the tape, 1 more). Its maxima start
+// from a finite number: a score of -inf then adds exp(-inf) = 0, where -inf - -inf would be NaN.
 
 // Overwrites S [N,Tk] with P, and writes L [N] if it is not null. Sums are fp64. Small arrays stay
 // on one core: to start the others would take longer.
@@ -327,7 +327,7 @@ static bool any_float(DType, int64_t) { return true; }
 static const AddRow<AttentionImpl> attention_impls[] = {
     {{"naive", CPU, 10, any_float, attention_naive}},
     {{"fused", CPU, 20, any_float, attention_fused}},
-    // A build for the CPU has these, too: memory is predicted for a GPU.
+    // These need no #ifdef: a CPU build never asks for them.
     {{"naive", CUDA, 10, any_float, attention_naive}},
     {{"fused", CUDA, 20, any_float, attention_fused}},
 };

@@ -490,13 +490,13 @@ int cmd_fsdp_tp_calcs(const Options& options) {
         "d",
         "The times add: 3 D_FF N_FSDP + 2 B N_TP <= Q = 3 B D_FF W / C + 3 D_FF + 2 B = %.7g. "
         "N_FSDP N_TP is largest where both terms are Q / 2: N_FSDP = Q / (6 D_FF) = %.4g, N_TP = Q "
-        "/ (4 B) = %.4g. So N <= Q^2 / (24 B D_FF) = %.7g^2 / (24 x %.7g x %.7g) = %.4g devices.",
+        "/ (4 B) = %.4g. There N = Q^2 / (24 B D_FF) = %.7g^2 / (24 x %.7g x %.7g) = %.4g devices.",
         Q, Q / (6 * F), Q / (4 * B), Q, B, F, Q * Q / (24 * B * F));
     for (const PassCost& only : {fsdp, tp}) {
         if (costs[3].most != only.most) { continue; }
         answer("d",
-               "An axis has at least one device. So there is only the %s here, and N <= %.4g "
-               "devices.",
+               "But an axis has at least one device. So there is only the %s here, and N <= "
+               "%.4g devices.",
                only.what, only.most);
     }
     return 0;

@@ -791,7 +791,7 @@ static void answer_large_buckets(const DdpRuns& runs) {
         return strprintf("%.2f ms, %s", ms.mean,
                          against(ms, many.ms.*part, "a tensor per call").c_str());
     };
-    answer("a", "With %s the %s take %s. The step waits for them %s; backward takes %s.",
+    answer("a", "With %s (%s) communication takes %s. The step waits for it %s; backward takes %s.",
            few.name.c_str(), counted(few.calls, "bucket").c_str(),
            changes(&StepStats::communication).c_str(), changes(&StepStats::exposed).c_str(),
            changes(&StepStats::backward).c_str());
@@ -809,7 +809,8 @@ static void answer_ddp_bucketed_benchmarking(const DdpRuns& runs) {
     const double backward = runs[NO_SYNC].ms.backward.mean;
     answer("a",
            "The model in (b) assumes that backward takes as long as communication. Here what "
-           "flat leaves exposed (%.2f ms) takes %.2f times as long as backward (%.2f ms).",
+           "flat leaves exposed (%.2f ms) takes %.2f times as long as a backward without calls "
+           "(%.2f ms).",
            flat_ms, flat_ms / backward, backward);
     answer("b",
            "Backward ends at s/w. Sending starts after the first bucket, at s/(n_b w), and then "
@@ -824,7 +825,7 @@ static void answer_ddp_bucketed_benchmarking(const DdpRuns& runs) {
         const double best = min(s, sqrt(s * o * w));  // at least one bucket
         answer("b",
                "From what naive (%.0f calls) and flat (one call) leave exposed, for s = %.5g MB, "
-               "follow o = %.3g us per call and w = %.3g GB/s. The best bucket, of at most s, then "
+               "follow o = %.4g us per call and w = %.3g GB/s. The best bucket, of at most s, then "
                "has %.4g MB and an overhead of %.3g ms.",
                n, s, 1e3 * o, w, best, best / w + s / best * o);
     } else {
@@ -939,7 +940,7 @@ static void answer_optimizer_state_sharding_accounting(const vector<ShardingRun>
                                                        const string& backend) {
     const ShardingRun &whole = runs[UNSHARDED], &ours = runs[BROADCAST], &zero = runs[ZERO1];
     const size_t* before_step = whole.peaks[BEFORE_STEP].second.peak_by;
-    const size_t weights = before_step[PARAMETERS];  // in fp32 4 Psi bytes
+    const size_t weights = before_step[PARAMETERS];  // bytes; in fp32 4 Psi and some padding
     auto peak = [](const ShardingRun& run, Moment moment) {
         return mib_of(run.peaks[moment].second.peak);
     };
@@ -952,10 +953,12 @@ static void answer_optimizer_state_sharding_accounting(const vector<ShardingRun>
            peak(whole, AFTER_INIT), peak(whole, BEFORE_STEP), peak(whole, AFTER_STEP),
            peak(ours, AFTER_INIT), peak(ours, BEFORE_STEP), peak(ours, AFTER_STEP));
     const bool as_expected = fabs(state(ours) / state(whole) - 1.0 / ranks) < 0.01;
-    answer("a",
-           "At the peak before the step weights take %.1f MiB and gradients %.1f MiB. Activations "
-           "take %.1f MiB.",
-           mib_of(weights), mib_of(before_step[GRADIENTS]), mib_of(before_step[ACTIVATIONS]));
+    answer(
+        "a",
+        "At the peak before the step weights take %.1f MiB, gradients %.1f, activations %.1f and "
+        "the weights' 16-bit copies %.1f MiB.",
+        mib_of(weights), mib_of(before_step[GRADIENTS]), mib_of(before_step[ACTIVATIONS]),
+        mib_of(before_step[WEIGHT_COPIES]));
     if (state(whole) > 0) {  // else fp16's loss scaling skipped the step
         answer("a",
                "The step adds AdamW's moments: %.1f MiB unsharded, %.1f MiB sharded, which is %s "
@@ -976,7 +979,8 @@ static void answer_optimizer_state_sharding_accounting(const vector<ShardingRun>
         "c",
         "ZeRO-1, too, shards only the optimizer's state, in step 1 %.1f MiB per rank, ours %.1f. "
         "It sends less: with a true reduce-scatter of gradients and an all-gather of weights, a "
-        "rank sends 2 Psi (N-1)/N elements (%.1f MB) of Psi parameters. Ours all-reduces gradients "
+        "rank sends 2 Psi (N-1)/N elements (with our buffer's padding %.1f MB) of Psi parameters. "
+        "Ours all-reduces gradients "
         "and broadcasts weights: 3 Psi (N-1)/N (%.1f MB).%s The handout's ranks own whole "
         "tensors; ours, like ZeRO's, own equal parts of one flat buffer.",
         state(zero), state(ours), 2 * part, 3 * part,

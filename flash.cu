@@ -31,7 +31,7 @@
 // Backward (the handout's algorithm 2). Tiles of S are computed again. Now L is known, so no
 // maximum is needed:
 //   7.  D_i = rowsum(dO_i O_i)          [Tq]; once, before all else;
-//                                       equals sum_j P_ij dP_ij
+//                                       equals rowsum(P dP)
 //   8.  S = Q_i K_j^T / sqrt(D), P = exp(S - L_i)
 //   9.  dV_j += P^T dO_i
 //   10. dP = dO_i V_j^T
@@ -114,7 +114,7 @@ static void flash_forward_tile_cpu(AttentionArgs a, int head, int q0) {
             float* s = &S[i * CPU_BK];
             float larger = m[i];
             for (int j = 0; j < N; j++) {  // step 2
-                larger = max<float>(larger, s[j]);
+                larger = max(larger, s[j]);
             }
             float sum = 0;
             for (int j = 0; j < N; j++) {  // step 3
@@ -218,7 +218,7 @@ static void flash_backward_cpu(const AttentionTensors& t) {
 
 #ifdef HAVE_CUDA
 constexpr int STEP_7_THREADS = 128;
-// Writes what backward's kernels read of the queries: a warp takes one, lane by lane of its D.
+// Writes what backward's kernels read of the queries: a warp takes one, and its lanes share D.
 template <class T>
 __global__ void flash_step_7_kernel(AttentionArgs a,
                                     BackwardQuery* queries) {  // [B*H,a.query_rows]
@@ -240,19 +240,19 @@ AttentionArgs step_7(const AttentionTensors& t, Tensor* memory) {
     a.query_rows = ceil_div(a.Tq, QUERY_ROWS) * QUERY_ROWS;
     *memory = empty({a.B, a.H, a.query_rows, 2}, F32, WORKSPACE);
     BackwardQuery* queries = (BackwardQuery*)memory->data;
+    a.queries = queries;
     const int64_t threads = (int64_t)a.B * a.H * a.query_rows * WARP;
     with_gpu_type(t.q.dtype, [&](auto zero) {
         LAUNCH(flash_step_7_kernel<decltype(zero)>, ceil_div(threads, STEP_7_THREADS),
                STEP_7_THREADS, a, queries);
     });
-    a.queries = queries;
     return a;
 }
 #endif
 
 // -------------------------------------------------------------------------------------------------
 // 1.3.2 flash_forward (b) and flash_backward, flash_v1: the same on a GPU, as simply as it goes. A
-// block owns a tile of 32 rows (Q's; in dK's and dV's kernel K's and V's) and has a warp for each:
+// block owns a tile of 32 rows (of Q; for dK and dV, of K and V) and has a warp for each:
 // threadIdx.y is the warp, threadIdx.x the lane, blockIdx.x the head, blockIdx.y the tile. The
 // warp's lanes hold that row's columns in registers: columns lane, lane + 32, ... Tiles of 32 rows
 // of the other side pass through shared memory; in a product, lane j takes the tile's row j. All
@@ -295,7 +295,7 @@ __device__ void v1_store(const V1Row& row, float factor, const Heads& x, int i) 
         if (i < x.rows && d < x.D) { to[d] = row[c] * factor; }
     }
 }
-// Returns the warp's row times row `lane` of the tile: 32 products at once.
+// Returns the dot product of the warp's row and row `lane` of the tile.
 __device__ inline float v1_dot(const V1Row& row, const V1Tile& tile, int D) {
     float sum = 0;
 #pragma unroll
@@ -453,14 +453,15 @@ static void flash_v1_backward(const AttentionTensors& t) {
 //   - A warp owns 8 R rows, 16 or 32, where it owned one. What it reads of a passing tile serves
 //     all of them.
 //   - The next tile is copied while this one is computed on.
-//   - The exponential is exp2, which the GPU has. With c = log2(e) / sqrt(D), and m[r] holding m
+//   - Forward's exponential is exp2, too, which the GPU has. With c = log2(e) / sqrt(D), and m[r]
+//   holding m
 //     log2(e), step 3's exp(S - m) is exp2(c x - m[r]), where x is the product without the scale.
 //   - Step 2 is lazy: see v2_raise_maximum.
 // What it costs: P and dS are rounded to 16 bits where they enter a product, and fp32 cannot go
 // this way. In fp16 dS may overflow, as in PyTorch; the loss scale is halved then.
 //
-// A matrix in registers (its name ends in _rmem) is cut into squares of 8x8 (a block is always one
-// of threads): x[r][n] is square r down and n across. Each lane has two neighbours of each square,
+// A matrix in registers (its name ends in _rmem) is cut into squares of 8x8 (a block is always of
+// threads): x[r][n] is square r down and n across. Each lane has two neighbours of each square,
 // the numbers x[r][n][0] and x[r][n][1]:
 //
 //             columns 0, 1   2, 3      4, 5      6, 7
@@ -501,9 +502,9 @@ HD constexpr size_t v2_bytes(int matrices, int D, int R) {
     return (matrices * v2_own(R) + 4 * v2_keys(D)) * v2_stride(D) * sizeof(bf16) +
            2 * v2_keys(D) * sizeof(BackwardQuery);
 }
-// Returns whether a card that this code is compiled for can run it: a T4 (sm_75) has no bf16, and
-// 64 KB for a block. A kernel that it cannot run is compiled to nothing; flash_v2_takes and v2_with
-// do not launch it.
+// Returns whether the card that this code is compiled for can run such a kernel: a T4 (sm_75) has
+// no bf16, and 64 KB for a block. A kernel that it cannot run is compiled to nothing;
+// flash_v2_takes and v2_with do not launch it.
 template <class T>
 __device__ constexpr bool v2_runs(size_t bytes) {
 #if __CUDA_ARCH__ < 800
@@ -531,8 +532,8 @@ __device__ void v2_each(float (&x)[R][N][2], F f) {
 }
 
 // Starts to copy rows [first, first + ROWS) of head h to shared memory; those from `rows` on become
-// 0. A thread copies 16 bytes of each of its rows, in the same columns. At D = 80 10 of 16 threads
-// have columns.
+// 0. A thread copies 16 bytes of each of its rows, in the same columns. At D = 80, 10 of 16
+// threads copy.
 template <int D, int ROWS, class T>
 __device__ void v2_load(T* tile_smem,  // [ROWS,D + 8]
                         const Heads& x, int b, int h, int first, int rows) {
@@ -639,7 +640,7 @@ __device__ void v2_mask(float (&S_rmem)[R][N][2], const AttentionArgs& a, int q0
 // Does step 2, and multiplies l and O by shrink (steps 3 to 5). S_rmem holds products without the
 // scale; c and m[r] are those of exp2, above. It is lazy: any m gives the same O and L as long as
 // nothing overflows or vanishes. So m stays unless a P = exp2(c S_rmem - m[r]) of the warp would
-// exceed 2^SLACK. Then all rows of the warp get their true maxima. Mostly m stays, which saves the
+// exceed 2^SLACK. Then all its rows take max(m, that of this tile). Mostly m stays, which saves the
 // exchange between the four lanes of a row and the scaling of O. A lane looks at its own columns
 // alone, and __any_sync tells all lanes whether one of them has such a P. The first tile raises m,
 // which begins with -FLT_MAX.
@@ -822,7 +823,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dkv_kernel(AttentionAr
         });
         v2_add_rows(dV_rmem, S_rmem, dO_i);  // step 9
         v2_each(dP_rmem, [&](float& dp, int, int n, int e) { dp = -query[v2_column(n, e)].D_i; });
-        if ((i + 1) * Bq < a.Tq) { load(i + 1); }  // nearer to the barrier registers would spill
+        if ((i + 1) * Bq < a.Tq) { load(i + 1); }           // higher up, registers would spill
         v2_dot<D>(dP_rmem, V_smem + warp_row * ROW, dO_i);  // step 10, and step 11's - D_i
         v2_each(dP_rmem, [&](float& dp, int r, int n, int e) {
             dp *= S_rmem[r][n][e];  // step 11: dP becomes dS
@@ -835,7 +836,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dkv_kernel(AttentionAr
     v2_store<T>(dV_rmem, a.dv, b, h, k0 + warp_row, a.Tk);
 }
 
-// Launches a kernel whose blocks own OWN rows each of `rows`.
+// Launches a kernel on `rows` rows; each block owns OWN of them.
 template <int OWN>
 static void v2_launch(void (*kernel)(AttentionArgs), int rows, size_t bytes,
                       const AttentionArgs& a) {
@@ -845,19 +846,19 @@ static void v2_launch(void (*kernel)(AttentionArgs), int rows, size_t bytes,
     LAUNCH_CHECK();
 }
 // Returns how much shared memory a block may have: 64 KB at most where this card runs code that was
-// compiled for a T4 (see v2_runs). compiled_for asks a kernel. All of this file are compiled for
-// the same cards, and step 7's needs no D and R.
+// compiled for a T4 (see v2_runs). compiled_for takes a kernel: all of this file's are compiled
+// for the same cards, and step 7's has no D or R.
 static size_t v2_memory() {
     const size_t most = shared_memory_per_block();
     return compiled_for(flash_step_7_kernel<fp16>) < 80 ? min<size_t>(most, 64 << 10) : most;
 }
-// Calls f(zero, D, R): zero has the tensors' type, and the compiler knows their head size D and the
-// R: a warp owns 8 R rows. It is 4 where a block has the memory and every SM still gets more
-// than two blocks; else 2.
+// Calls f(zero, D, R): zero has the tensors' type, and the compiler knows their head size D and R.
+// A warp owns 8 R rows. R is 4 where a block has the memory and there are more than two blocks for
+// each SM; else 2.
 template <class F>
 static void v2_with(const AttentionTensors& t, int matrices, F f) {
     with_head_size(t, [&](auto D) {
-        auto with_type = [&](auto zero) {
+        auto with_zero = [&](auto zero) {
             int64_t blocks = t.q.dim(0) * t.q.dim(1) * ceil_div(t.q.dim(2), v2_own(4));
             size_t bytes = v2_bytes(matrices, D, 4);
             if (blocks > 2 * multiprocessors() && bytes <= v2_memory()) {
@@ -866,8 +867,8 @@ static void v2_with(const AttentionTensors& t, int matrices, F f) {
                 f(zero, D, Constant<2>());
             }
         };
-        if (t.q.dtype == BF16) { return with_type(bf16()); }
-        with_type(fp16());
+        if (t.q.dtype == BF16) { return with_zero(bf16()); }
+        with_zero(fp16());
     });
 }
 static void flash_v2_forward(const AttentionTensors& t) {
@@ -890,7 +891,7 @@ static void flash_v2_backward(const AttentionTensors& t) {
     });
 }
 // Returns whether this card runs code for tensor cores of this type, and a block may have what
-// backward needs with R = 2, the less of both. (Forward needs less.)
+// backward needs with R = 2, the smaller R. (Forward needs less.)
 static bool flash_v2_takes(DType t, int64_t D) {
     const int compiled = compiled_for(flash_step_7_kernel<bf16>);
     const bool multiplies = (t == BF16 && compiled >= 80) || (t == F16 && compiled >= 75);
@@ -924,7 +925,7 @@ const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D) {
     return best;
 }
 
-// The same as a reference; it is a usage error if there is none. On META it looks for the
+// Returns fastest_flash's row; it is a usage error if there is none. On META it looks for the
 // device that is planned for. The CPU's row takes fp32 alone, but a plan, which calls no row, may
 // count any dtype.
 const AttentionImpl& require_flash(Device device, DType dtype, int64_t D) {

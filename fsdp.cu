@@ -596,10 +596,11 @@ static void answer_fsdp_accounting(const vector<FsdpRun>& runs, int world, doubl
     }
     answer(
         "b",
-        "%.0f of the %zu gathers after layer 0 come late (forward waits for over 5 %% of their "
-        "time). All take %.3f ms, and forward waits %.3f ms for them. No block runs before those "
-        "of the embedding and of layer 0: forward waits %.3f and %.3f ms for them.",
-        late, fsdp.gather.size() - 2, gathers, waits, fsdp.wait[0], fsdp.wait[1]);
+        "Gathers after layer 0 (%zu) take %.3f ms, and forward waits %.3f ms for them. Late, by "
+        "over "
+        "5 %% of a gather's time: %.0f. No block runs before the gathers of the embedding and of "
+        "layer 0: forward waits %.3f and %.3f ms for them.",
+        fsdp.gather.size() - 2, gathers, waits, late, fsdp.wait[0], fsdp.wait[1]);
 }
 
 // Times the ways, in fp16 without the last, and prints tables and answers. The times of gathers are

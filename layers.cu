@@ -22,8 +22,8 @@
 //   META                      a device without data: a run on it only counts memory
 //
 // T is the compute type (under autocast bf16 or fp16), X the type of the residual stream x and of
-// the weights: fp32, or in pure bf16 bf16. Arithmetic is fp32: Wide<T>, which is double where tests
-// compute in float64. Sums are fp32 on the GPU and double on the CPU.
+// the norms' weights: bf16 in pure_bf16, else fp32. Arithmetic is fp32: Wide<T>, which is double
+// where tests compute in float64. Sums are fp32 on the GPU and double on the CPU.
 #include "fast_ways.h"
 #include "lib/gpu.h"
 
@@ -42,7 +42,7 @@
 // and on the GPU, with a block for each of N rows,
 //   op_kernel<<<N, ROW_THREADS, 0, stream()>>>((float*)y.data, (float*)x.data, N, C);
 
-constexpr int THREADS = 256, ROW_THREADS = 512;  // of a block; of one with a row or a column
+constexpr int THREADS = 256, ROW_THREADS = 512;  // per block; per block of one row or column
 
 // Runs f(zero, x_zero). zero has the type T of t's dtype, x_zero the type X of x's dtype; nobody
 // reads their values. On META it does nothing. Five pairs of types occur:
@@ -70,7 +70,7 @@ static const LayerOps& ops();
 //   x += delta;  r = 1/sqrt(mean_c(x_c^2) + eps);  y_c = w_c x_c r
 //   dx_c = r w_c dy_c - x_c r^3/C sum_j(w_j dy_j x_j);  dw_c = sum over rows of dy_c x_c r
 // x, delta, y, dx [N,C]; r [N]; w [C]. Mode eager needs 7 kernels forward and 12 backward for
-// it (in bf16 13); fused it is 1 and 2.
+// it (under autocast 13); fused it is 1 and 2.
 
 // Adds delta to *x, if there is one, and returns y. Autograd knows the backward of each step.
 static Tensor add_rmsnorm_eager(Tensor* x, const Tensor& delta, const Tensor& w, float eps) {
@@ -254,7 +254,7 @@ static void rmsnorm_backward(const Tensor& dx, bool add_dx, const Tensor& dx_low
 //   x_in  --+--> x = x_in + delta --+--> y = norm(x)  --> attention, or the feed-forward
 //   delta --+                       +-------------------> the next *x_io
 //
-// Backward runs y's step first. All later readers of x, as the next *x_io, have added to x's
+// Backward runs y's step first. All later readers of x, like the next add, have added to x's
 // gradient by then. So gradient_target returns a tensor that holds their part, and with add_dx true
 // the kernel adds y's part. (ln_final's x has no later reader: there add_dx is false.) Then x's
 // step passes the whole dx to x_in and to delta.
@@ -355,6 +355,7 @@ Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype) {
     return from_floats(values, {T, D}, dtype);
 }
 
+// Rotates x [B,H,T,D] by rope [T,D], whose even columns are cosines and odd ones sines.
 static Tensor rope_eager(const Tensor& x, const Tensor& rope) {
     Range r("rope");
     Tensor cos = slice_last(rope, 0, 2);
@@ -420,16 +421,9 @@ static void rotate(const Tensor& qkv, const Tensor& q, const Tensor& k, const Te
     const int64_t C = qkv.dim(-1) / 3;
     const int64_t D = rope.dim(1);
     with_types(qkv, qkv, [&](auto zero, auto) {
-        Rope<decltype(zero)> f;
-        f.qkv = qkv.as(zero);
-        f.q = q.as(zero);
-        f.k = k.as(zero);
-        f.v = v.as(zero);
-        f.rope = rope.as(+zero);
-        f.positions = (int)rope.dim(0);
-        f.H = (int)(C / D);
-        f.D = (int)D;
-        f.backward = backward;
+        const Rope<decltype(zero)> f = {qkv.as(zero), q.as(zero),     k.as(zero),
+                                        v.as(zero),   rope.as(+zero), (int)rope.dim(0),
+                                        (int)(C / D), (int)D,         backward};
         for_each(qkv.device(), qkv.size() / C, C / 2, f);
     });
 }
@@ -479,7 +473,7 @@ static Tensor rope_in_place(const Tensor& qkv, const Tensor& rope) {
     return rotated;
 }
 
-// Returns causal attention of y's heads, [B,T,C] as y is: projections, RoPE, attention().
+// Returns causal attention of y's heads, [B,T,C] as y is: projections, RoPE, attention.
 Tensor self_attention(const Layer& layer, const Tensor& y, const Tensor& rope, int H) {
     if (context.mode == FLASH) {
         Tensor qkv;
@@ -500,6 +494,7 @@ Tensor self_attention(const Layer& layer, const Tensor& y, const Tensor& rope, i
 //   da = dg b s (1 + a (1 - s)),  db = dg a s.
 // Fused: one product gives h = [a | b], [N,2F]; then 2 reads and 1 write.
 
+// Computes g's element n, f.
 template <class T>
 struct Swiglu {
     T* g;        // [N,F]
@@ -511,6 +506,7 @@ struct Swiglu {
         g[n * F + f] = a * sigmoid_of(a) * row[F + f];
     }
 };
+// Computes da and db of element n, f.
 template <class T>
 struct SwigluBackward {
     T* dh;           // [N,2F]
@@ -596,7 +592,7 @@ static const LayerOps& ops() {
 // Cross-entropy of logits l [N,V] with targets t [N]:
 //   loss = mean_n( lse_n - l[n,t_n] ),  lse_n = log sum_v exp(l[n,v])
 //   dl[n,v] = (exp(l[n,v] - lse_n) - [v = t_n]) dloss / N
-// All of it is in fp32 on the GPU, whatever the logits are.
+// On the GPU all is computed in fp32, whatever the logits are.
 // Fused: one kernel for the rows and one backward, and the logits' gradient takes their place in
 // memory.
 
@@ -783,8 +779,9 @@ Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, 
 //   p *= 1 - lr wd;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
 //   p -= lr sqrt(1 - b2^t)/(1 - b1^t) m / (sqrt(v) + eps)
 // An optimizer that is written op by op, as the first assignment's, has 13 kernels for every
-// parameter tensor, and so has mode eager. Fused it is one: p, m and v are each read and written
-// once, 24 bytes per parameter in fp32, and g is read (2 or 4). In pure bf16 that is 14 in all.
+// parameter tensor, and so has mode eager (14 where it clips). Fused it is one: p, m and v are each
+// read and written once, 24 bytes per parameter in fp32, and g is read (2 or 4). In pure bf16 that
+// is 14 in all.
 
 #ifdef HAVE_CUDA
 constexpr int NORM_BLOCKS = 1024;
@@ -854,6 +851,7 @@ void adamw_eager(const Tensor& p_all, const FlatGradients& gradients, const Tens
 }
 
 #ifdef HAVE_CUDA
+// Steps element i, a thread each.
 template <class P, class G>
 __global__ void adamw_kernel(P* p,        // [n]
                              const G* g,  // [n]

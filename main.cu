@@ -401,8 +401,8 @@ static bool parse_words(CLI::App& app, const vector<string>& words) {
     return true;
 }
 
-// Makes the folder that --out names, if the command writes one. It is a usage error if that fails,
-// or if --out names one of the input files, also by another path.
+// Makes the folder that a typed --out names, if the command writes one. It is a usage error if that
+// fails, or if --out names one of the input files, also by another path.
 static void check_out(const Command& command, const Options& o) {
     std::error_code error;
     for (const string& input : {o.weights, o.batch, o.inputs}) {
@@ -410,7 +410,7 @@ static void check_out(const Command& command, const Options& o) {
             usage_error("--out: takes another file than the input");
         }
     }
-    if (command.writes_folder() && (o.has("out") || o.out != "")) {
+    if (command.writes_folder() && o.has("out")) {
         std::filesystem::create_directories(o.out, error);
         if (error) { usage_error("--out '%s': %s", o.out.c_str(), error.message().c_str()); }
     }
@@ -501,6 +501,8 @@ static int cmd_reproduce(const Options& o) {
             "handout's sizes");
     }
 
+    std::error_code ignored;  // save_file says why it cannot write
+    std::filesystem::create_directories(o.out, ignored);
     int exit_code = 0;
     for (const Command* c : problems) {
         vector<string> words = {c->id, "--device", o.device, "--format", o.format};

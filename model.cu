@@ -107,7 +107,8 @@ static vector<WeightRow> weight_rows(Model& model) {
 }
 
 // Returns a model that knows its parameters' names, shapes and offsets, but has no weights yet.
-// Each weight begins at a multiple of 64 elements; only within a joined one there is no gap.
+// Each weight begins at a multiple of 64 elements, but k, v and w3: within a joined weight there is
+// no gap.
 Model lay_out_model(const ModelConfig& c) {
     Model model;
     model.config = c;
@@ -199,7 +200,7 @@ void zero_gradients(const Model& model) {
     }
 }
 
-// Makes RoPE's table for T positions, unless it is long enough already.
+// Makes RoPE's table for T positions, unless it is long enough already, and readies the weights.
 void make_ready(Model& model, int64_t T) {
     const ModelConfig& c = model.config;
     if (!model.rope || model.rope.dim(0) < T) {
@@ -221,7 +222,10 @@ struct Residual {
     float eps;
     Tensor delta = {};
     void operator+=(const Tensor& part) { delta = part; }
-    Tensor norm(const Tensor& weight) { return add_rmsnorm(&sum, delta, weight, eps); }
+    Tensor norm(const Tensor& weight) {
+        const Tensor part = move(delta);
+        return add_rmsnorm(&sum, part, weight, eps);
+    }
 };
 // Wo attention(rope(Wq n), rope(Wk n), Wv n): [B,T,C] -> [B,T,C]
 static Tensor attention_part(const Model& model, const Layer& layer, const Tensor& n) {
@@ -342,7 +346,7 @@ static void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1) {
 // -------------------------------------------------------------------------------------------------
 // A training step: forward_backward, then optimizer_step.
 
-// Returns B sequences of T random tokens, and their targets. Each depends on the seed alone.
+// Returns B sequences of T random tokens, and random targets. Equal seeds give equal ones.
 Batch random_batch(int B, int T, int V, uint64_t seed) {
     auto random = [&](const char* name) {
         if (context.device == META) { return empty({B, T}, I32, INPUTS); }
@@ -355,7 +359,7 @@ Batch random_batch(int B, int T, int V, uint64_t seed) {
 void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale) {
     Range range("backward");
     backward(loss, loss_scale);
-    drop_weight_copies(model.slots);  // the weights are about to change
+    drop_weight_copies(model.slots);  // after the last batch the weights change
 }
 // Runs forward and backward, and adds to the gradients that are there; otherwise it does what
 // forward_backward does.
@@ -383,8 +387,8 @@ Tensor infer(Model& model, const Tensor& tokens) {
 }
 
 // Calls `step` with the factor by which it has to multiply the gradients: 1 / loss scale, times
-// what clips their norm to max_norm. Does not call it where the norm is not finite: a step would
-// then make all weights NaN. Returns the norm without the loss scale, or 0 if nobody asks for it.
+// what clips their norm to max_norm. Does not call it where that norm is known and not finite:
+// weights would become NaN. Returns the norm without the loss scale, or 0 if nobody asks for it.
 double guarded_step(LossScaler& scaler, double max_norm,
                     const function<double()>& norm_of_gradients,
                     const function<void(float gradient_scale)>& step) {
@@ -549,7 +553,7 @@ struct StepRun {
     Mode mode;
     PassRun pass[PASSES] = {};
 };
-// Returns r with the times of n steps, counted behind the first `warmup` of them.
+// Returns r with the times of the n steps that follow the first `warmup`.
 static StepRun after_warmup(StepRun r, int warmup, int n) {
     for (PassRun& p : r.pass) {
         if (!p.all.empty()) { p.ms = stats_of({&p.all[warmup], &p.all[warmup] + n}); }
@@ -652,8 +656,8 @@ static void require_a_run() {
     if (!something_ran) { fail("nothing fits into the memory that is available"); }
 }
 
-static string mean_cell(const PassRun& run, const char* format = "%.2f", double unit = 1) {
-    return run.ran() ? strprintf(format, run.ms.mean * unit) : oom_cell(run.predicted);
+static string mean_cell(const PassRun& run, const char* format = "%.2f", double factor = 1) {
+    return run.ran() ? strprintf(format, run.ms.mean * factor) : oom_cell(run.predicted);
 }
 // Adds the cells of a pass, mean and deviation, to the last row of a table.
 static void add_pass(Table& table, const PassRun& run) {
@@ -669,7 +673,8 @@ static Table times_table(const string& caption, vector<string> columns) {
 static void add_times(Table& table, const StepRun& r) {
     for (Pass pass : {FW, BW_ONLY, FWBW}) { add_pass(table, r.pass[pass]); }
 }
-// Returns a sentence that names the sizes in which a pass did not fit, or "" if it always did.
+// Returns a sentence that names the sizes in which a pass did not fit, or "" if it always did. in:
+// words behind "Out of memory".
 static string out_of_memory(const vector<StepRun>& runs, Pass pass, const string& in = "") {
     vector<string> sizes;
     for (const StepRun& r : runs) {
@@ -758,8 +763,7 @@ static void print_whole_steps(const vector<Setting>& settings, const Sweep& s) {
             table.row(r.config.name, r.precision, r.mode);
             add_pass(table, r.pass[OPT_ONLY]);
             add_pass(table, step);
-            const string peak = step.ran() ? strprintf("%.0f", mib_of(step.peak)) : "";
-            table.rows.back().push_back(peak);
+            table.rows.back().push_back(step.ran() ? strprintf("%.0f", mib_of(step.peak)) : "");
         }
     }
     print(table);
@@ -780,7 +784,8 @@ static void answer_warmup(const StepRun& run, const vector<int>& warmup, int ste
             const double mean = after_warmup(run, warmup[i], steps).pass[pass].ms.mean;
             const double difference = mean - warm.ms.mean;
             if (fabs(difference) <= noise) {
-                verdicts.push_back(strprintf("level with %d", warmup[i]));
+                verdicts.push_back(strprintf("level with %d within %.2g %%", warmup[i],
+                                             100 * noise / warm.ms.mean));
                 continue;
             }
             string verdict =
@@ -849,9 +854,8 @@ int cmd_benchmarking_script(const Options& asked) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Settings side by side: torch_compile (1.3) (b), the whole model in mode eager (vanilla) and in
-// mode fused, what a compiler, or here a person, makes of it; and benchmarking_mixed_precision
-// (1.1.5) (c).
+// Settings side by side: torch_compile (1.3) (b) has the whole model in mode eager (vanilla) and in
+// mode fused (compiled, here by hand); benchmarking_mixed_precision (1.1.5) (c) has precisions.
 
 // Says how fast a pass is in `ours`, beside `theirs`, for the first and the last size that ran in
 // both.
@@ -935,8 +939,8 @@ int cmd_torch_compile(const Options& asked) {
     return 0;
 }
 
-// Says in which of the modes that ran autocast's gradients are not as PyTorch's: see
-// gradient_target.
+// Says under which autocasts this mode's gradients differ from PyTorch's: see gradient_target
+// (lib/tensor.cu).
 static void answer_gradients(const vector<Setting>& settings) {
     for (const Setting& setting : settings) {
         const StepRun& r = setting.runs[0];
@@ -944,8 +948,7 @@ static void answer_gradients(const vector<Setting>& settings) {
         if (!autocast || r.mode == EAGER || !r.pass[BW_ONLY].ran()) { continue; }
         answer("c",
                "In mode %s under %s the gradients of the products' weights are in 16 bits, where "
-               "PyTorch's "
-               "autocast has fp32.",
+               "PyTorch's autocast has fp32.",
                name_of(r.mode), name_of(r.precision));
     }
 }
@@ -1122,13 +1125,10 @@ static void answer_strategy(const vector<CheckpointRun>& runs, const CheckpointR
                                                              : "does not hold less than both",
            mib_of(nested.beside), mib_of(block.beside), mib_of(without.beside), N * (N - 1) / 2);
 
-    const double saved = 1 - (double)nested.step.predicted / block.step.predicted;
     answer("a",
-           "A whole step, where gradients come as inputs go, is predicted to peak at %.1f MiB: "
-           "nesting saves %s against %.1f MiB.",
-           mib_of(nested.step.predicted),
-           saved < 0.0005 ? "less than 0.1 %" : strprintf("%.1f %%", 100 * saved).c_str(),
-           mib_of(block.step.predicted));
+           "A whole step, in which gradients replace inputs, is predicted to peak at %.1f MiB "
+           "with nesting, and at %.1f with a checkpoint per block.",
+           mib_of(nested.step.predicted), mib_of(block.step.predicted));
 
     sketch(R"(def run(blocks, x):
     if len(blocks) > 1:
@@ -1136,8 +1136,8 @@ static void answer_strategy(const vector<CheckpointRun>& runs, const CheckpointR
     return blocks[-1](x)
 )");
 }
-// Answers (b): which sizes of checkpoints, or none, have the least peak of a step of those that
-// ran. Peaks that differ by less than 0.1 % are one.
+// Answers (b): with which checkpoints, or none, a step's measured peak is least. Peaks within 0.1 %
+// count as equal.
 static void answer_sizes(const vector<CheckpointRun>& runs, const string& model) {
     const CheckpointRun* best = nullptr;
     for (const CheckpointRun& r : runs) {

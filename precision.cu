@@ -164,7 +164,7 @@ void print_toy_models() {
         "Layer norm's mean and variance are sensitive: in fp16 a square overflows from 256 on (256 "
         "x 256 = 65536, the largest number is 65504), and a small variance vanishes. bf16 has "
         "fp32's range, but with 8 significant bits a long sum loses its small terms. So autocast "
-        "treats layer norm alike: its output is %s under float16 and %s under bfloat16.",
+        "treats both alike: its output is %s under float16 and %s under bfloat16.",
         name_of(half[LAYER_NORM]), name_of(bf16[LAYER_NORM]));
 }
 
@@ -189,8 +189,8 @@ void update_scale(LossScaler& scaler, bool found_inf) {
         scaler.good_steps = 0;
     }
 }
-// Returns the factor on the loss. guarded_step (model.cu) divides the gradients by it again, skips
-// a step whose norm is not finite, and calls update_scale.
+// Returns the factor on the loss. guarded_step (model.cu) has the step divide by it again, skips a
+// step whose norm is not finite, and calls update_scale.
 float loss_scale_of(const LossScaler& scaler) {
     return context.precision == PREC_FP16 ? scaler.scale : 1;
 }

@@ -896,7 +896,8 @@ static void answer_largest(const MemoryRun& r) {
     for (const auto& [by, times] : r.largest_by) {
         all.push_back(strprintf("%d by %s", times, by.c_str()));
     }
-    answer("e", "Forward's largest allocations have %.1f MiB each (context length %d): %s.",
+    answer("e",
+           "The largest allocation in forward has %.1f MiB (context length %d). Of that size: %s.",
            mib_of(r.largest), r.T, list_of(all).c_str());
 }
 

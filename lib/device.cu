@@ -654,7 +654,7 @@ string level(const Stats& a, const Stats& b, const string& with) {
     if (difference > noise) { return ""; }
 
     if (difference > 0.1 * larger) { return "too noisy to compare" + with; }
-    if (n < 5) { return "hard to compare" + with + ": too few steps"; }
+    if (n < 5) { return "too briefly timed to compare" + with; }
     return "level" + with + " within twice the standard error";
 }
 

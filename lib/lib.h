@@ -295,8 +295,8 @@ struct Stats {
 };
 Stats stats_of(vector<double> values);
 string deviation(const Stats& s, const char* format);  // a cell with s.std; "" for n = 1
-// Compares two mean times: "level within twice the standard error", "too noisy to compare", "hard
-// to compare: too few steps", or "" if they differ. `with` follows the first word or words (" with
+// Compares two mean times: "level within twice the standard error", "too noisy to compare", "too
+// briefly timed to compare", or "" if they differ. `with` follows the first word or words (" with
 // naive"). They are level if their difference is below 0.5 % of the larger, by which clocks drift,
 // or below twice its standard error; but more than a tenth apart, they are too noisy. With fewer
 // than 5 runs that error is not known: then they differ if the difference exceeds the deviations,

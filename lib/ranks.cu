@@ -570,7 +570,9 @@ int join_ranks(int world, const string& device, const string& backend, double ti
         patience_s = timeout_s;
         make_folder_of_ranks(me);
         connect_ranks(c, device, backend);
-        if (c.rank == 0) { progress("%d ranks connected, getting ready", c.world); }
+        if (c.rank == 0) {
+            progress("%s connected, getting ready", counted(c.world, "rank").c_str());
+        }
         f(c);
         disconnect_ranks(c);
         return 0;

@@ -35,7 +35,7 @@ TEST_CASE("answers: pytorch_attention") {
                {"**(a)** Memory runs out in 0 of the 5 configurations.",
                 "grows 3.97 times from S 8192 to 16384. It is then 16457.0 MiB, of which "
                 "the formula below explains 16425.0.",
-                "S 32768, needs 160.1 GiB of 139.2.",
+                "S 32768: it needs 160.1 GiB of 139.2 (predicted).",
                 "exp(scores - m) and P, 2 x 4 B S^2 = 2 x 4 x 8 x 32768^2 bytes = 64.0 GiB;",
                 "5 x 4 B S D = 80.0 MiB;", "2 x 4 B S = 2.0 MiB.", "it holds 5 arrays of",
                 "keeps L, one number per query", "It would hold q, k, v, O, dO and L, 81.0 MiB."});
@@ -72,10 +72,10 @@ TEST_CASE("pytorch_attention names the smallest power of 2 that does not fit") {
     const string text = check_quick({"pytorch_attention", "--steps", "1"}, {"At backward's peak"});
     int S = 0;
     double needs = 0, has_GiB = 0;
-    const size_t at = text.find("(doubling S, predicted), S ");
+    const size_t at = text.find("the first that does not fit is S ");
     REQUIRE(at != string::npos);
-    REQUIRE(sscanf(&text[at], "(doubling S, predicted), S %d, needs %lf GiB of %lf", &S, &needs,
-                   &has_GiB) == 3);
+    REQUIRE(sscanf(&text[at], "the first that does not fit is S %d: it needs %lf GiB of %lf", &S,
+                   &needs, &has_GiB) == 3);
     auto peak = [](int S) {
         return mib_of(peak_of_passes(impl_named("naive"), {8, 1, S, S, 16, false}, F32)) / 1024;
     };

@@ -390,7 +390,7 @@ TEST_CASE("calcs: answers") {
          "0.2983 ms. FSDP's gather",
          "1 + 65536 x 4.5e+11 / 9.89e+14 = 30.82, where N_TP cancels.",
          "So N <= 30.82 x 8.513 = 262.4 devices.", "= 1148846. ",
-         "N_FSDP = Q / (6 D_FF) = 17.39, N_TP = Q / (4 B) = 4.382. So N <= Q^2 / (24 B "
+         "N_FSDP = Q / (6 D_FF) = 17.39, N_TP = Q / (4 B) = 4.382. There N = Q^2 / (24 B "
          "D_FF) = 1148846^2 / (24 x 65536 x 11008) = 76.23 devices."});
 }
 TEST_CASE("calcs: answers where communication is the limit, or an axis goes") {
@@ -399,12 +399,14 @@ TEST_CASE("calcs: answers where communication is the limit, or an axis goes") {
     narrow.d_ff = 64;
     short_batch.tokens = 1024;
     check_calcs_say(csv_of(cmd_data_parallel_calcs, few), {"= 1.932 devices"});
-    check_calcs_say(csv_of(cmd_fsdp_tp_calcs, narrow),
-                    {"An axis has at least one device. So there is only the FSDP axis here, and "
-                     "N <= 30.82 devices"});
-    check_calcs_say(csv_of(cmd_fsdp_tp_calcs, short_batch),
-                    {"An axis has at least one device. So there is only the TP axis here, and N "
-                     "<= 8.513 devices"});
+    check_calcs_say(
+        csv_of(cmd_fsdp_tp_calcs, narrow),
+        {"But an axis has at least one device. So there is only the FSDP axis here, and "
+         "N <= 30.82 devices"});
+    check_calcs_say(
+        csv_of(cmd_fsdp_tp_calcs, short_batch),
+        {"But an axis has at least one device. So there is only the TP axis here, and N "
+         "<= 8.513 devices"});
 }
 TEST_CASE("calcs: wrong options") {
     for (const auto& [option, value] : {pair("--devices", "1"),

@@ -551,13 +551,14 @@ TEST_CASE("answers ddp: ddp_bucketed_benchmarking") {
         {"The fastest cap on a bucket is 100 MB: a step takes 103.94 ms, 6.1 % less than a tensor "
          "per "
          "call (110.65 ms) and 11.4 % less than flat (117.25 ms).\n",
-         "**(a)** With 1000 MB the 9 buckets take 25.66 ms, 58.7 % less than a tensor per call "
-         "(62.10 ms). The step waits for them 3.07 ms, 5.20 times as long as a tensor per call "
+         "**(a)** With 1000 MB (9 buckets) communication takes 25.66 ms, 58.7 % less than a tensor "
+         "per call "
+         "(62.10 ms). The step waits for it 3.07 ms, 5.20 times as long as a tensor per call "
          "(0.59 ms); backward takes 60.11 ms, 11.9 % less than a tensor per call (68.24 ms).",
-         "Here what flat leaves exposed (23.08 ms) takes 0.44 times as long as backward (52.33 "
-         "ms).",
+         "Here what flat leaves exposed (23.08 ms) takes 0.44 times as long as a backward "
+         "without calls (52.33 ms).",
          "From what naive (435 calls) and flat (one call) leave exposed, for s = 7992.9 MB, follow "
-         "o = 37.1 us per call and w = 347 GB/s. The best bucket, of at most s, then has 320.9 MB "
+         "o = 37.14 us per call and w = 347 GB/s. The best bucket, of at most s, then has 320.9 MB "
          "and an overhead of 1.85 ms."});
     runs[7].ms.total = of_six(104.02, 0.2);  // level
     check_says(
@@ -599,15 +600,17 @@ TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
     };
     check_says(
         answers(2),
-        {"At the peak before the step weights take 7622.7 MiB and gradients 7622.7 MiB. "
-         "Activations take 6062.9 MiB.",
+        {"At the peak before the step weights take 7622.7 MiB, gradients 7622.7, activations "
+         "6062.9 "
+         "and the weights' 16-bit copies ",
          "ours, like ZeRO's, own equal parts of one flat buffer.",
          "Unsharded, the peak is 7622.7 MiB after init, 21340.3 before the optimizer's step and "
          "30522.8 after it. Sharded, it is 7654.7, 21340.3 and 22900.1 MiB.",
          "15245.3 MiB unsharded, 7622.7 MiB sharded, which is the expected 1/2.",
          "**(b)** An iteration takes 354.61 ms sharded, 4.4 % more than unsharded (339.51 ms).",
          "may skip that): the optimizer takes 28.19 ms, 2.11 times as long as",
-         "2 Psi (N-1)/N elements (7993.0 MB)", "3 Psi (N-1)/N (11989.5 MB)."});
+         "2 Psi (N-1)/N elements (with our buffer's padding 7993.0 MB)",
+         "3 Psi (N-1)/N (11989.5 MB)."});
     check_says(answers(4), {"which is not the expected 1/4."});
     check_says(answers(2, "gloo"), {"over Gloo our reduce-scatter is an all-reduce."});
     CHECK(!has(answers(2), "Gloo"));

@@ -280,17 +280,17 @@ TEST_CASE("measure: statistics") {
     // 2 hypot(0.3, 0.3) / sqrt(10) = 0.268
     CHECK(why(10.26, 0.3, 10) == "level within twice the standard error");
     CHECK(why(10.28, 0.3, 10) == "");
-    CHECK(why(10.59, 0.3, 2) == "hard to compare: too few steps");
+    CHECK(why(10.59, 0.3, 2) == "too briefly timed to compare");
     CHECK(why(10.61, 0.3, 2) == "");
     // hypot(0.3, 0.3) = 0.424
-    CHECK(why(10.42, 0.3, 4) == "hard to compare: too few steps");
+    CHECK(why(10.42, 0.3, 4) == "too briefly timed to compare");
     CHECK(why(10.43, 0.3, 4) == "");
     // From 5 runs on the standard error counts alone: 2 hypot(0.3, 0.3) / sqrt(5) = 0.379
     CHECK(why(10.42, 0.3, 5) == "");
-    CHECK(why(11.1, 0, 1, 10, 0) == "hard to compare: too few steps");
+    CHECK(why(11.1, 0, 1, 10, 0) == "too briefly timed to compare");
     CHECK(why(11.2, 0, 1, 10, 0) == "");
     // within the noise, but 9.1, 10.7 and 12 % apart
-    CHECK(why(11, 2, 3) == "hard to compare: too few steps");
+    CHECK(why(11, 2, 3) == "too briefly timed to compare");
     CHECK(why(11.2, 2, 3) == "too noisy to compare");
     CHECK(why(8.8, 3, 10) == "too noisy to compare");
 }
