@@ -223,7 +223,8 @@ struct Residual {
     Tensor delta = {};
     void operator+=(const Tensor& part) { delta = part; }
     Tensor norm(const Tensor& weight) {
-        const Tensor part = move(delta);
+        const Tensor part = delta;
+        delta = Tensor();
         return add_rmsnorm(&sum, part, weight, eps);
     }
 };
