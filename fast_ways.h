@@ -79,9 +79,10 @@ struct FastWays {
     const LayerOps* layers;  // on the GPU
     AdamWUpdate* adamw;
     // keep_weights may bring a model's weights, in their place, into a form that only forward,
-    // backward and AdamW can read. All other code restores them before it reads or writes them.
+    // backward and AdamW can read. All other code restores them before it reads or writes them (a
+    // broadcast copies either form).
     void (*keep_weights)(Model& model);
-    void (*ready_weights)(Model& model);  // forward calls it; restores them if its context has to
+    void (*ready_weights)(Model& model);  // forward calls it; restores them where context needs it
     void (*restore_weights)(Model& model);
     // The same for a part, which is what a rank keeps of an FSDP unit. Where keep_part changes the
     // form, `part` has the dtype `products` afterwards, in the same memory, and a gather sends it

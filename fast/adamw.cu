@@ -1,5 +1,5 @@
 // fast/adamw.cu: weights that bf16 products need not cast, and AdamW for many tensors in one
-// launch. First come split weights: their conversion, and how the top keeps and restores them. Then
+// launch. First come split weights: how they are converted, kept and restored. Then
 // come the kernel, its launch, and the CPU's loop.
 //
 // Split weights. bf16 is the upper half of fp32, so the weights that AdamW updates in fp32 and
@@ -24,7 +24,7 @@ struct Halves {
     uint16_t upper, lower;
 };
 // Splits x. upper is rounded to nearest, ties away from zero (a cast's go to even, which could not
-// be undone); lower is as it was, and its first bit says whether upper was rounded up. NaN stays
+// be undone); lower is as it was, and its top bit says whether upper was rounded up. NaN stays
 // NaN.
 HD inline Halves halves_of(float x) {
     uint32_t bits = 0x7fc00000;
@@ -49,7 +49,7 @@ HD inline void convert_halves(float* whole, uint16_t* halves, int64_t n, int64_t
 }
 #ifdef HAVE_CUDA
 __global__ void convert_halves_kernel(float* whole, uint16_t* halves, int64_t n, bool split) {
-    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    int64_t i = thread_number();
     if (i < n) { convert_halves(whole, halves, n, i, split); }
 }
 #endif
@@ -76,7 +76,7 @@ static void convert_part(const Tensor& part, bool split) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// What the top calls (see FastWays). The weights do not show that they are split, so this file
+// What FastWays has of this. The weights do not show that they are split, so this file
 // remembers it.
 
 // The split parts by address, with their buffers. Where a buffer is gone, another may have its
@@ -237,8 +237,8 @@ static void update_cuda(const Tensor& p, const FlatGradients& gradients, const T
     for (DType dtype : {F32, BF16, F16}) {
         FlatGradients some;
         for (const FlatGradient& one : gradients) {
-            if (one.g.dtype != dtype || is_split(p, one.offset) != split) { continue; }
-            if (one.g.size() > 0) { some.push_back(one); }
+            const bool is_one = one.g.dtype == dtype && is_split(p, one.offset) == split;
+            if (is_one && one.g.size() > 0) { some.push_back(one); }
         }
 
         with_gpu_type(dtype, [&](auto zero) {

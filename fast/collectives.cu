@@ -68,12 +68,12 @@ static void connect(const Communicator& c) {
     reduce_scatter_lane = open_lane(c, &config);
 }
 
-// From here on an all-reduce beside backward is two calls, a reduce-scatter and an all-gather. With
+// Above this an all-reduce beside backward is two calls, a reduce-scatter and an all-gather. With
 // a smaller bucket two calls cost more than they gain.
 constexpr int64_t BESIDE_ABOVE = 8000000;  // elements
 static bool is_beside = false;             // in all_reduce_beside
 
-// Starts a collective, and an all-reduce in a window that has products beside it as two.
+// Starts a collective; in two calls, if it is an all-reduce in a window beside products.
 static void start(const Communicator& c, Work& work, const Collective& x) {
     const int64_t n = x.tensor.size();
     if (is_beside && n > BESIDE_ABOVE && n % c.world == 0 && windows &&

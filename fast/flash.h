@@ -1,7 +1,7 @@
 // fast/flash.h: what the fast attention kernels share: how they are launched. Steps are flash.cu's:
 // read those first. In these files
-//   - a block owns one tile of rows (queries, or keys and values) and streams the tiles of the
-//     other side past them;
+//   - a block owns one tile of rows (queries, or keys and values; in Hopper's forward one after the
+//     other) and streams the tiles of the other side past them;
 //   - where a kernel walks over tiles, i is a tile of queries and j one of keys; a single one is
 //     `query` or `key`;
 //   - m, n and k run along a product's M, N and K, as in mma's name m16n8k16;
@@ -20,7 +20,8 @@
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HAS_WGMMA
 #endif
-// Returns the grid of attention's kernels: block (x, y, z) owns tile y of head z gridDim.x + x.
+// Returns the grid of attention's kernels: block (x, y, z) owns tile y of head z gridDim.x + x, or
+// counts y from the last tile.
 // Blocks start in the order x, y, z: of gridDim.x heads all first tiles, then all second ones; then
 // the next heads. With 4 heads, 2 of them together, and 3 tiles the grid is (2, 3, 2), and the
 // blocks start in the order of these numbers:
@@ -36,8 +37,8 @@
 // cache. So without a mask there is one. But causal, the first tile takes twice the mean time of a
 // tile, and until it is over, the others have to keep the device busy. The device runs
 // M = multiprocessors() * blocks blocks at a time, so `together` heads take together * tiles / M
-// mean times. That has to be 2 at least. (`together` is then raised to a divisor of the heads, and
-// to what the largest z asks for.)
+// mean times: about 2, rounded down to whole heads. (`together` is then raised to a divisor of the
+// heads, and to what the largest z asks for.)
 inline dim3 attention_grid(const AttentionArgs& a, int tiles, int blocks = 1) {
     constexpr int MOST = 65535;  // of y and z
     int heads = a.B * a.H;
@@ -47,11 +48,11 @@ inline dim3 attention_grid(const AttentionArgs& a, int tiles, int blocks = 1) {
     together = min(together, heads);
     return dim3(together, tiles, heads / together);
 }
-DEVICE int head_of_block(int z = blockIdx.z) { return z * gridDim.x + blockIdx.x; }
+DEVICE int head_of_block() { return blockIdx.z * gridDim.x + blockIdx.x; }
 
 // Programmatic dependent launch (EARLY), from compute capability 9.0 on: a kernel launched so may
 // start when all blocks of the kernel before it in the stream have called let_next_kernel_start()
-// or ended. What that kernel writes it may read, and what that kernel uses overwrite, only after
+// or ended. It may read what that kernel writes, and overwrite what that kernel uses, only after
 // await_previous_kernel(), which waits for that kernel's end. (Kernels further back have ended, if
 // that one was not launched so itself, or called await_previous_kernel() first.)
 DEVICE void let_next_kernel_start() {
@@ -80,6 +81,5 @@ void launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared_bytes, c
     config.attrs = &early;
     config.numAttrs = EARLY;
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args...));
-    LAUNCH_CHECK();
 }
 #endif

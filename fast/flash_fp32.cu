@@ -3,8 +3,9 @@
 // and fp32_add_rows stand where v2_dot and v2_add_rows stand.
 //
 // What changed against flash_v1 (flash.cu), and why it is faster: a thread computes 4x8 numbers of
-// S and not one (2x8 where there are few blocks), so what it reads from shared memory is multiplied
-// four or eight times; reads are of 16 bytes; and tiles are copied while others are computed on.
+// S up to D 64, and not one (2x8 where there are few blocks), so what it reads from shared memory
+// is multiplied four or eight times; reads are of 16 bytes; and tiles are copied while others are
+// computed on.
 //
 // What bounds it: for 4 numbers of d a warp reads 12 times 16 bytes a lane and issues 128 FFMAs.
 // The reads keep a multiprocessor's shared memory busy for 24 clocks, the FFMAs all its units for
@@ -366,8 +367,8 @@ __global__ void __launch_bounds__(FP32_THREADS, BACKWARD_BLOCKS)
 }
 
 // ---- launchers ----
-// Calls f(D, R, grid): the compiler knows the head size D, and R: a block owns 16 R of so many
-// rows. These are 64 where every multiprocessor still gets two blocks; else 32, which are twice as
+// Calls f(D, R, grid): the compiler knows the head size D, and R. A block owns 16 R of
+// the rows: 64 where that is more than two blocks per multiprocessor; else 32, which are twice as
 // many blocks and finish sooner, although a number from shared memory is multiplied less often.
 template <class F>
 static void with_tiles(const AttentionTensors& t, int rows, int blocks, F f) {

@@ -12,7 +12,7 @@
 // What it costs: the code runs on no other card, older or newer.
 //
 // The file has the instructions, how tiles lie in shared memory, the forward pass, the backward
-// pass's main kernel, and their launches. Read the text above each pass first, then its consumer:
+// pass's three kernels, and their launches. Read the text above each pass first, then its consumer:
 // forward_consumer and BackwardConsumer do the arithmetic, the loaders only feed them.
 #include "flash.h"
 
@@ -337,14 +337,14 @@ struct HopperForward {
     static_assert(D % 16 == 0 && D <= 128 && stages == 2);
 };
 template <class Tile>
-struct alignas(8) ForwardBarriers {
+struct ForwardBarriers {
     uint64_t q_full[2], q_empty[2];
     uint64_t k_full[Tile::stages], k_empty[Tile::stages], v_full[Tile::stages],
         v_empty[Tile::stages];
     int tile[2];  // whose Q that is; none is left if it is not below `all`
 };
-// How many tiles of queries the forward's blocks have taken after their first ones, and how many
-// blocks have found none left; 0 between launches. A device has one pair, so two forwards must not
+// How often the forward's blocks have asked for another tile of queries, and how many have found
+// none left; 0 between launches. A device has one pair, so two forwards must not
 // run at a time: they have one stream.
 __device__ int tiles_taken, blocks_done;
 
@@ -494,7 +494,8 @@ template <class Tile>
 DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
                              ForwardBarriers<Tile>& bars, char* dynamic, int warpgroup) {
     constexpr int D = Tile::D, Bk = Tile::Bk, stages = Tile::stages;
-    char* q_tiles = dynamic + (1024 - smem_address(dynamic) % 1024) % 1024;  // passed: slower
+    char* q_tiles =
+        dynamic + (1024 - smem_address(dynamic) % 1024) % 1024;  // a parameter is slower
     int t = threadIdx.x % 128, warp = t / WARP, lane = t % WARP;
     float c = a.scale * LOG2_E;
     uint32_t k_at = descriptor(q_tiles + Tile::k_ring, 16);
@@ -668,7 +669,7 @@ HD constexpr int row_threads(int D) {
 struct BackwardWorkspace {
     float* dq;      // [B*H, rows/16, D/8, 128]
     float4* stats;  // [B*H, rows/2]
-    int rows;       // Tq rounded up to a multiple of QUERY_ROWS, which is one of every tile
+    int rows;       // Tq rounded up to a multiple of QUERY_ROWS, which every Bq divides
 };
 
 // ---- before: row_threads(D) threads take two neighbouring rows ----
@@ -792,7 +793,7 @@ DEVICE uint32_t multiply_packed(uint32_t p, float x, float y) {
 }
 
 template <class Tile>
-struct alignas(8) BackwardBarriers {
+struct BackwardBarriers {
     uint64_t k_full, v_full, q_full[Tile::stages], q_empty[Tile::stages], dO_full[Tile::stages],
         dO_empty[Tile::stages];
 };

@@ -98,7 +98,7 @@ struct StepGraphs {
 // make_ready makes, lies elsewhere.
 static string kind_of_step(const Model& model, const char* what, const Tensor& tokens,
                            float loss_scale) {
-    return strprintf("%s %s %d %d %s %d %g %p %p", what, to_string(tokens.shape).c_str(),
+    return strprintf("%s %s %d %d %s %d %a %p %p", what, to_string(tokens.shape).c_str(),
                      context.precision, context.recompute, name_of(context.checkpoint).c_str(),
                      context.head_chunk, loss_scale, model.lm_head.gradient->low_precision.data,
                      model.rope.data);
@@ -162,8 +162,8 @@ static StepGraphs* graphs_or(Model& model, const string& kind, const Shape& toke
     return g;
 }
 
-// Does a training step's two passes and returns the loss, as forward_backward(), which calls this,
-// does without graphs. `between` must allocate nothing on the GPU: the rehearsal would count it,
+// Does by graphs what forward_backward(), its caller, does without: both passes. Returns the loss.
+// `between` must allocate nothing on the GPU: the rehearsal would count it,
 // and the capture, which does not call `between`, would then differ from its rehearsal.
 static Tensor forward_backward_by_graphs(Model& model, const Batch& batch, float loss_scale,
                                          const Job& between) {

@@ -9,9 +9,9 @@
 // From a tensor's dtype to a kernel's types and width
 
 // Runs f(zero, x_zero, width): zero has the C++ type of t's dtype, x_zero that of x's, and width
-// says how many elements a pack has. That is 16 bytes' worth of t if they divide n, of which all
-// rows' lengths are multiples, and if all addresses are multiples of 16; else it is `least`. On
-// META it does nothing.
+// says how many elements a pack has. That is 16 bytes' worth of t if that divides n (each row's
+// length is a multiple of n) and all addresses are multiples of 16; else it is `least`. On META it
+// does nothing.
 //
 // One call written out: y and x [N,C] are F32, C is a multiple of 4, and both addresses are
 // multiples of 16. Then
@@ -64,7 +64,7 @@ static int threads_for(int64_t packs) {
 
 // Computes y, r and, where there is a delta, x_out = x + delta; a block has a row. A row's elements
 // are needed twice, before and after the sum over the row. A row of one pack per thread stays in
-// registers in between; a longer row is read again, by the thread that wrote it, from L1 or L2.
+// registers in between; a longer row is read again, by the same thread, from L1 or L2.
 template <int W, class T, class X>
 __global__ void __launch_bounds__(PACK_THREADS)
     add_rmsnorm_kernel(T* y,            // [N,C]

@@ -4,8 +4,8 @@
 // A checkpoint runs twice: in forward, where nothing is recorded, and in backward. The copy of a
 // result takes as long as the link to the host needs for its bytes, and runs beside the kernels. In
 // the 8.1B step a block's forward takes 34 ms. SwiGLU's [a|b] has 1.44 GB, some 30 ms of the link,
-// and costs 9 ms of products; attention's outputs have 0.27 GB, 6 ms, and cost 16 ms. All blocks
-// keep [a|b], and those that run again as a whole attention's outputs, too.
+// and costs 9 ms of products; attention's outputs have 0.27 GB, 6 ms, and cost 16 ms. With blocks:N
+// all blocks keep [a|b], and the N that run again as a whole attention's outputs, too.
 //
 // All copies have one stream, in which they follow each other. So host memory that backward has
 // read from may be filled again at once.
@@ -51,7 +51,6 @@ static cudaStream_t copies() {
 
 // Starts to copy, behind all that the compute stream was given; returns a mark of the end.
 static Mark start_copy(const Tensor& to, const Tensor& from) {
-    if (context.device == META) { return {}; }
 #ifdef HAVE_CUDA
     if (context.device == CUDA) {
         await(copies(), mark());
@@ -59,7 +58,7 @@ static Mark start_copy(const Tensor& to, const Tensor& from) {
         return mark_on(copies());
     }
 #endif
-    copy_bytes(to.data, CPU, from.data, CPU, from.bytes());
+    copy_bytes(to.data, to.device(), from.data, from.device(), from.bytes());
     return mark();
 }
 // Lets the compute stream wait for a copy to or from k.here.
@@ -83,7 +82,9 @@ static Tensor take_host_memory(const Tensor& y) {
         host = found->second;
         spare.erase(found);
     } else {
-        host = empty_on(CPU, y.shape, y.dtype);
+        try {
+            host = empty_on(CPU, y.shape, y.dtype);
+        } catch (const OutOfMemory&) { return {}; }
 #ifdef HAVE_CUDA
         // A copy to memory that is not pinned would pass through a buffer of the driver's.
         if (context.device == CUDA && cudaHostRegister(host.data, host.bytes(), 0) != cudaSuccess) {
@@ -115,8 +116,8 @@ static void call_back(KeptResults& results) {
 }
 
 // Keeps y, if this is a checkpoint's first run. Older results of its size leave the device: the
-// compute stream waits until they are on the host. So in forward there is one of each size, or
-// while the next is computed two.
+// compute stream waits until they are on the host. So forward has one of each size there, and
+// two while the next is computed.
 static void keep(const Tensor& y) {
     if (room == 0 || run.number == 0 || run.is_second) { return; }
     for (auto& [number, results] : kept) {

@@ -28,7 +28,7 @@ extern "C" char* openblas_get_corename(void);
 // -------------------------------------------------------------------------------------------------
 // Texts and errors
 
-// Returns what vsnprintf makes of its arguments, whose length it asks first.
+// Returns the text that vsnprintf makes, after asking for its length.
 string vstrprintf(const char* format, va_list arguments) {
     va_list again;
     va_copy(again, arguments);
@@ -546,7 +546,7 @@ shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Sour
     // operation, or by several that allocate nothing, as adamw_plain's kernels.
     if (logging && device == CUDA) { CUDA_CHECK(cudaStreamSynchronize(stream())); }
 #endif
-    memory->bytes = bytes;
+    memory->bytes = bytes;  // here: where the above throws, ~Memory takes 0 from the books
     if (!place || places->counted) { book(memory.get(), true); }
     return memory;
 }
@@ -710,7 +710,7 @@ static std::atomic<int> end_signal{0};
 
 static void take_end_signal(int number) {
     end_signal = number;
-    signal(number, SIG_DFL);  // the second one ends us at once
+    signal(number, SIG_DFL);  // the same one again ends us at once
 }
 // Catches the signals that end a process, or no longer catches them.
 void catch_end_signals(bool caught) {

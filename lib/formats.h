@@ -45,7 +45,7 @@ inline float fp16_to_float(uint16_t bits) {
     bool is_special = (bits & 0x7c00) == 0x7c00;
     return float_of(sign | (is_special ? magnitude | INFINITE : finite));
 }
-// Rounds a float to fp16: as the integer above, as a fixed-point number, to infinity, or to a NaN.
+// Rounds a float to fp16 by one of four formulas: normal, subnormal, infinite, NaN.
 inline uint16_t float_to_fp16(float x) {
     uint32_t u = bits_of(x), sign = u >> 16 & 0x8000, magnitude = u & ~SIGN;
     uint32_t normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;

@@ -4,8 +4,8 @@
 #include "lib.h"
 
 // W neighbours that a thread loads or stores at once. A kernel that is bound by memory gains from
-// it: its accesses have 16 bytes instead of 2 or 4. To read such a kernel, take W = 1: then a pack
-// is an element.
+// it: its accesses have up to 16 bytes instead of 2 or 4. To read such a kernel, take W = 1: then a
+// pack is an element.
 template <class T, int W>
 struct alignas(W * sizeof(T) < 16 ? W * sizeof(T) : 16) Pack {
     T x[W];
@@ -30,8 +30,8 @@ size_t shared_memory_per_block();
 template <class... P>
 int compiled_for(void (*kernel)(P...)) {
     static map<void (*)(P...), int> known;  // each launch may ask
-    auto [found, is_new] = known.insert({kernel, 0});
-    if (!is_new || cuda_devices() == 0) { return found->second; }
+    if (known.count(kernel) > 0) { return known[kernel]; }
+    if (cuda_devices() == 0) { return 0; }
 
     cudaFuncAttributes attributes = {};
     cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
@@ -40,7 +40,7 @@ int compiled_for(void (*kernel)(P...)) {
         error = cudaSuccess;
     }
     CUDA_CHECK(error);
-    return found->second = attributes.ptxVersion;
+    return known[kernel] = attributes.ptxVersion;
 }
 
 // lib/matmul.cu: starts cuBLAS and allocates its workspace; without this the first product does.

@@ -246,7 +246,7 @@ struct Memory {  // a buffer; it is freed, in the stream's order, when its last 
 };
 // Returns a new buffer, or throws OutOfMemory.
 shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Source at = here());
-// Runs f. Asks these places first for the memory of what f allocates, but for the CPU's.
+// Runs f. What f allocates, but on the CPU, is first asked of these places.
 void allocate_in(const shared_ptr<Places>& places, const Job& f);
 // Copies, and waits for the end.
 void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes);
@@ -295,12 +295,12 @@ struct Stats {
 };
 Stats stats_of(vector<double> values);
 string deviation(const Stats& s, const char* format);  // a cell with s.std; "" for n = 1
-// Compares two mean times: "level within twice the standard error", "too noisy to compare", "too
-// briefly timed to compare", or "" if they differ. `with` follows the first word or words (" with
-// naive"). They are level if their difference is below 0.5 % of the larger, by which clocks drift,
-// or below twice its standard error; but more than a tenth apart, they are too noisy. With fewer
-// than 5 runs that error is not known: then they differ if the difference exceeds the deviations,
-// too; a single run's deviation is taken to be 10 %.
+// Compares two mean times: "level within 0.5 %" or "twice the standard error", "too noisy to
+// compare", "too briefly timed to compare", or "" if they differ. `with` follows the first word or
+// words (" with naive"). They are level if their difference is below 0.5 % of the larger, by which
+// clocks drift, or below twice its standard error; but more than a tenth apart, they are too noisy.
+// With fewer than 5 runs that error is not known: then they differ if the difference exceeds the
+// deviations, too; a single run's deviation is taken to be 10 %.
 string level(const Stats& a, const Stats& b, const string& with = "");
 // Both run f warmup + n times, and return the ms of each of the last n. time_ms waits for the end
 // of each run, and counts that. time_queued_ms does not: the device's own events time f, which
@@ -309,7 +309,7 @@ vector<double> time_ms(int warmup, int n, const Job& f);
 vector<double> time_queued_ms(int warmup, int n, const Job& prepare, const Job& f);
 
 // While they are caught, the first SIGINT, SIGTERM or SIGHUP does not end the program: the work
-// looks at end_signal_seen() now and then, and ends in order. A second one ends it at once.
+// looks at end_signal_seen() now and then, and ends in order. The same one again ends it at once.
 void catch_end_signals(bool caught);
 int end_signal_seen();  // the signal's number; 0: none came
 // Replaces a file as a whole: `write` fills a temporary one beside it, which then takes its name.
@@ -394,8 +394,8 @@ struct Table {
         rows.push_back({to_cell(cells)...});
     }
 };
-// Returns what the first caption ends with: "NVIDIA H200, driver 580.159, CUDA 13.0; commit
-// 1a2b3c4".
+// Returns what the first caption ends with: "NVIDIA H200, driver 580.159, CUDA 13.0, 150 GB; commit
+// 1a2b3c4", and context.sizes.
 string origin();
 void print(const Table& table);  // prints it as Markdown, or as csv if context.csv
 // Prints "**(a)** text". part: the handout's letter, or a word; "" if the text answers it all.
@@ -486,7 +486,7 @@ vector<double> to_doubles(const Tensor& t);
 // Random numbers: element i of stream `key` is a function of (seed, key, i), so the CPU and the GPU
 // draw the same bits. fill_normal draws normal numbers, none further than 4.9 std from the mean.
 void fill_normal(const Tensor& t, uint64_t seed, uint64_t key, float mean = 0, float std = 1);
-// Returns an integer of [0, n); all are equally likely.
+// Returns an integer of [0, n); all are about equally likely.
 int random_int(int n, uint64_t seed, uint64_t key, uint64_t i);
 uint64_t key_of(const string& name);  // a stream for each parameter name
 
@@ -572,7 +572,7 @@ void copy_or_add(const Tensor& to, const Tensor& from, bool accumulate);
 
 using BinaryOp = Tensor(const Tensor& a, const Tensor& b);
 BinaryOp add, sub, mul, div;
-UnaryOp exp, log, square, rsqrt;          // fp32 under autocast, as are the sums
+UnaryOp exp, log, square, rsqrt;          // fp32, as are the sums, also of 16-bit numbers
 UnaryOp sqrt, sigmoid, relu;              // keep their dtype
 UnaryOp sum_last, mean_last, max_last;    // over the last dimension, which becomes 1
 UnaryOp mean_all;                         // []
@@ -672,8 +672,8 @@ using NamedTensors = vector<pair<string, Tensor>>;
 void save_tensors(const string& path, const NamedTensors& list);
 
 // -------------------------------------------------------------------------------------------------
-// ranks.cu: several processes, each of which is a rank. If one fails, dies or stalls, all end
-// within the timeout, with one line that names it.
+// ranks.cu: several processes, each of which is a rank. If one fails, dies or stalls, all end soon
+// after the timeout, with one line that names it.
 
 struct Links;  // a rank's connections and threads
 struct Communicator {

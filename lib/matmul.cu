@@ -123,9 +123,9 @@ static void multiply_cuda(const Product& p) {
 }
 #endif
 
-// Computes C [M,N] = alpha op(A) op(B) + beta C on the calling thread. op(A) is [M,K], and ta says
-// that A lies in memory transposed, as [K,M]; so do op(B) [K,N] and tb. lda: elements from one row
-// of A to the next. Where beta is 0, C is not read.
+// Computes C [M,N] = alpha op(A) op(B) + beta C on the calling thread. op(A) is [M,K]; if ta, A
+// lies in memory as [K,M]. op(B) [K,N] and tb alike. lda: elements from one row of A to the next.
+// Where beta is 0, C is not read.
 template <class T>
 void blas_product(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* B, int64_t ldb,
                   bool tb, int64_t M, int64_t N, int64_t K, double alpha, double beta) {
@@ -192,10 +192,8 @@ static void multiply_cpu(const Product& p) {
 
 #pragma omp parallel for collapse(2) schedule(dynamic) if (C.batch * slices > 1)
     for (int64_t i = 0; i < C.batch; i++) {
-        for (int64_t start = 0; start < slices * slice; start += slice) {
+        for (int64_t start = 0; start < side; start += slice) {
             int64_t n = min(slice, side - start);
-            if (n <= 0) { continue; }  // the slices before took all
-
             int64_t row = by_rows ? start : 0, rows = by_rows ? n : C.rows;
             int64_t col = by_rows ? 0 : start, cols = by_rows ? C.cols : n;
             T* c = (T*)C.data + i * C.batch_stride + row * C.ld + col;
@@ -284,7 +282,7 @@ void add_gemm(const GradientPtr& g, const Tensor& a, bool ta, const Tensor& b, b
 //
 //   operand                   what the product multiplies           whose gradient backward fills
 //   -----------------------   -----------------------------------   ------------------------------
-//   F64, or 16-bit already    the operand                           the operand's
+//   F64, or of its dtype      the operand                           the operand's
 //   an activation             a copy that is cast, for this         the copy's, in 16 bits; the
 //                             product only: cast_copy()             cast's step widens and adds it
 //   a parameter, mode eager   the copy made at its first use:       the copy's, in 16 bits; the

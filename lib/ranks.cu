@@ -491,8 +491,8 @@ static int find_local_ranks(Communicator& c) {
 }
 
 // Sets c.backend and context.device by the two options; rank 0's backend is everyone's. Backend
-// auto is NCCL for cuda and Gloo for cpu; for device auto it is NCCL where every rank of rank 0's
-// machine has a GPU, else Gloo, on the CPU.
+// auto is NCCL for cuda and Gloo for cpu; for device auto it is NCCL where this build has it and
+// every rank of rank 0's machine has a GPU, else Gloo, on the CPU.
 static void choose_device_and_backend(Communicator& c, const string& device,
                                       const string& backend) {
     const string why = why_not("nccl", CUDA, c.local_world, c.local_gpus);
@@ -606,7 +606,7 @@ static void gloo_all_reduce(Links& links, const Tensor& t, uint32_t tag, Reducti
         options.setOutput(data, (size_t)t.size());
         options.setReduceFunction(add_into<T>);
         gloo::allreduce(options);
-        const Wide<T> scale = how == AVERAGE ? 1.0f / links.world : 1;
+        const Wide<T> scale = how == AVERAGE ? Wide<T>(1) / links.world : 1;
         for (int64_t i = 0; i < t.size(); i++) { data[i] = data[i] * scale; }
     });
 }
@@ -696,7 +696,7 @@ void enqueue(const Communicator& c, const Lane& lane, Work& work, const Collecti
 }
 
 // One lane for all collectives. Each begins when what the compute stream has been given so far is
-// done: mark() stands behind that. Callers that use a buffer again rest on it.
+// done: mark() stands behind that. Callers that use a buffer again need that.
 static Lane only_lane;
 static void connect_nccl(const Communicator& c) {
     // The default is blocking. A non-blocking communicator starts a thread for every collective.

@@ -1,9 +1,9 @@
 // lib/tensor.cu: tensors, the tape that autograd replays, and one kernel per operation.
 //
-// This file is what "PyTorch eager" means: every operation is one kernel that reads its operands
-// from memory, writes its result back, and leaves on a tape what its backward needs. --mode eager
-// runs the handout's model on these ops, --mode fused on hand-fused kernels that record themselves
-// on the same tape.
+// This file is what "PyTorch eager" means: an operation is, mostly, one kernel that reads its
+// operands from memory, writes its result back, and leaves on a tape what its backward needs.
+// --mode eager runs the handout's model on these ops, --mode fused on hand-fused kernels that
+// record themselves on the same tape.
 //
 // In this order: tensors and copies of them, random numbers, the tape, elementwise operations,
 // views, reductions, lookups, and whether a run's memory fits. To read first: the tape, where one
@@ -184,7 +184,7 @@ Comparison compare(const Tensor& got, const Tensor& want, double rtol, double at
     double worst = 0;
     for (size_t i = 0; i < g.size(); i++) {
         double error = g[i] == w[i] ? 0 : fabs(g[i] - w[i]);  // equal infinities have no error
-        double excess = isfinite(error) ? error - rtol * fabs(w[i]) : INFINITY;
+        double excess = isfinite(error) ? error - rtol * min(fabs(w[i]), DBL_MAX) : INFINITY;
         c.wrong += excess > atol;
         if (error > c.max_abs || isnan(error)) { c.max_abs = error; }  // a NaN stays
         c.sum_abs += error;
@@ -348,8 +348,8 @@ void record(Tensor& y, const vector<Tensor>& inputs, function<void(const Tensor&
 }
 
 // Sums dx over the dimensions in which `shape` is 1 or missing: the transpose of broadcasting. It
-// can sum over the last dimension and over the first ones, and fails where another one is 1: of
-// [4,1,8], say.
+// can sum over the last dimension and the first ones. It fails where `shape` has a 1 elsewhere, as
+// in [4,1,8].
 static Tensor sum_to(const Tensor& dx, const Shape& shape);
 
 // Adds dx, summed to g's shape and cast to its dtype. The first dx is not copied: g shares its
@@ -394,18 +394,16 @@ Tensor gradient_target(const GradientPtr& g, bool* accumulate) {
 }
 
 // Lets `write` fill, or add to, a tensor of g's dtype. A parameter whose gradient is 16-bit gets it
-// from a tensor beside it.
+// from a tensor beside its own.
 void write_gradient(const GradientPtr& g,
                     const function<void(const Tensor& target, bool accumulate)>& write) {
-    if (g->is_parameter && g->value && g->value.dtype != g->dtype) {
-        Tensor own = empty(g->shape, g->dtype);
-        write(own, false);
-        return add_gradient(g, own);
-    }
-
     bool accumulate;
     Tensor target = gradient_target(g, &accumulate);
-    write(target, accumulate);
+    if (target.dtype == g->dtype) { return write(target, accumulate); }
+
+    Tensor beside = empty(g->shape, g->dtype);
+    write(beside, false);
+    copy_or_add(target, beside, accumulate);
 }
 void recompute_by(const Tensor& y, const function<Tensor()>& again) {
     if (context.recompute && y.gradient) { y.gradient->recompute = again; }
@@ -471,9 +469,9 @@ void clear_tape() {
 
 // -------------------------------------------------------------------------------------------------
 // Elementwise operations: out[i] = f(a[i], b[i], c[i]) with strides, so that broadcasting (stride
-// 0), transposes and slices need no copies, as in PyTorch's TensorIterator. Such a kernel moves 8
-// bytes or more per FLOP, so bandwidth alone bounds it, and a chain of k of them moves k times the
-// bytes of one fused kernel.
+// 0), transposes and slices need no copies, as in PyTorch's TensorIterator. Such a kernel moves
+// some 4 bytes or more per FLOP, so bandwidth alone bounds it, and a chain of k of them moves k
+// times the bytes of one fused kernel.
 
 // Declares a function object. A is the type of the arithmetic; s is the constant of Scale,
 // AddScalar and Where.
@@ -529,10 +527,10 @@ struct Loop {
 // be broadcast so.
 static Operand operand(const Tensor& t, const Shape& shape) {
     Operand o{t.data, t.dtype, {}};
-    size_t missing = shape.size() - t.shape.size();
-    for (size_t d = missing; d < shape.size(); d++) {
+    const int missing = (int)shape.size() - (int)t.shape.size();
+    for (int d = missing; d < (int)shape.size(); d++) {
         int64_t own = t.shape[d - missing];
-        if (own != 1 && own != shape[d]) {
+        if (d < 0 || (own != 1 && own != shape[d])) {
             fail("cannot broadcast %s to %s", to_string(t.shape).c_str(), to_string(shape).c_str());
         }
         o.stride[d] = own == 1 ? 0 : t.stride[d - missing];
@@ -777,8 +775,8 @@ Tensor add_scalar(const Tensor& a, double s) {
 }
 
 enum Keeps { KEEPS_Y, KEEPS_X };
-// Returns y = f(x) and records it: dx = backward(y, dy), or backward(x, dy), by which of the two
-// the formula of f's derivative needs, and the tape keeps. at: the op, for the memory log.
+// Returns y = f(x) and records it: dx = backward(y, dy), or backward(x, dy). The tape keeps the one
+// that f's derivative needs. at: the op, for the memory log.
 template <class F, class Backward>
 static Tensor recorded(const F& f, const Backward& backward, Keeps which, const Tensor& x,
                        Source at = here()) {
@@ -1028,8 +1026,8 @@ Tensor sum_last(const Tensor& a) { return sum_times(fp32_operand(a), 1); }
 Tensor mean_last(const Tensor& a) { return sum_times(a, 1.0 / a.dim(-1)); }
 Tensor mean_all(const Tensor& a) { return reshape(mean_last(reshape(a, {a.size()})), {}); }
 
-// index = the first column of each row of x [...,C] that holds the row's maximum y. It is nothing
-// of use where that is NaN.
+// index = the first column of each row of x [...,C] that holds the row's maximum y. Where y is
+// NaN it is meaningless.
 static void argmax_last(const Tensor& index, const Tensor& x, const Tensor& y) {
     int64_t R = y.size(), C = x.dim(-1);
     if (y.device() == CUDA && R > 0) {
@@ -1181,9 +1179,8 @@ Tensor pick_last(const Tensor& a, const Tensor& index) {
 // device holds is not counted: cuBLAS's workspace of 32 MiB, NCCL's buffers, and what a kernel
 // takes only for its own run.
 size_t planned_peak(const Job& run) {
-    RestoreContext restore;
-    context.widening = multiplies_copies(context.device, matmul_dtype());
     Planning planning;
+    context.widening = multiplies_copies(planning.before.device, matmul_dtype());
     size_t before = memory_use(META).now;
     reset_peak(META);
     run();

@@ -195,7 +195,9 @@ static void stop_cupti() {
     std::sort(cupti_work.begin(), cupti_work.end(),
               [](const TracedWork& a, const TracedWork& b) { return a.start < b.start; });
     trace.work = move(cupti_work);
-    if (cupti_dropped > 0) { note("trace: CUPTI had no room for %zu kernels", cupti_dropped); }
+    if (cupti_dropped > 0) {
+        note("trace: CUPTI had no room for %zu kernels, copies or fills", cupti_dropped);
+    }
 }
 #else
 static string start_cupti() {

@@ -706,6 +706,33 @@ TEST_CASE_TEMPLATE("autocast copies a parameter once", D, OnCPU, OnCUDA) {
     }
 }
 
+TEST_CASE_TEMPLATE("autocast: a parameter's 16-bit gradient takes an fp32 one, too", D, OnCPU,
+                   OnCUDA) {
+    if (!begin<D>()) { return; }
+    context.mode = FUSED;
+    const Tensor x = normals({3, 8}, F32, 0), index = from_ints({1, 1, 5}, {3});
+    auto gradient = [&](Precision precision) {
+        context.precision = precision;
+        Tensor weight = require_gradient(normals({8, 8}, F32, 1));
+        weight.gradient->is_parameter = true;
+        Tensor y = linear(x, weight), row = gather_rows(weight, index);
+        backward(weighted_total({y, row}));
+        drop_weight_copies({weight});
+        return weight.gradient->value;
+    };
+    const Tensor want = gradient(FP32), got = gradient(PREC_BF16);
+    CHECK(got.dtype == BF16);
+    check_close(cast(got, F32), want, 0, 0.03 * largest(want));
+}
+
+TEST_CASE("a tensor of more dimensions is not broadcast to fewer") {
+    begin<OnCPU>();
+    const Tensor to = empty({3}, F32);
+    for (const Shape& shape : {Shape{1, 3}, Shape{2, 3}}) {
+        const Tensor from = empty(shape, F32);
+        CHECK(has(failure_of([&] { copy_or_add(to, from, false); }), "cannot broadcast"));
+    }
+}
 TEST_CASE("compare is safe against NaN and infinities") {
     begin<OnCPU>();
     auto wrong = [](float got, float want, double rtol, double atol) {
@@ -731,6 +758,8 @@ TEST_CASE("compare is safe against NaN and infinities") {
     CHECK((c.wrong == 2 && c.worst == 2));
     CHECK(std::isnan(c.max_abs));
     CHECK(std::isnan(compare(from_floats({NAN, 2}, {2}), from_floats({1, 5}, {2}), 0, 0).max_abs));
+    c = compare(from_floats({INFINITY, 5}, {2}), from_floats({INFINITY, 2}, {2}), 0, 0);
+    CHECK((c.wrong == 1 && c.worst == 1));
     c = compare(from_floats({7, 2}, {2}), from_floats({7, 2}, {2}), 0, 0);
     CHECK((c.worst == 0 && c.got == 7 && c.want == 7));
     CHECK_THROWS_AS(compare(zeros({6}, F32), zeros({2, 3}, F32), 0, 0), Failure);
