@@ -980,9 +980,8 @@ static void answer_optimizer_state_sharding_accounting(const vector<ShardingRun>
         "ZeRO-1, too, shards only the optimizer's state, in step 1 %.1f MiB per rank, ours %.1f. "
         "It sends less: with a true reduce-scatter of gradients and an all-gather of weights, a "
         "rank sends 2 Psi (N-1)/N elements (with our buffer's padding %.1f MB) of Psi parameters. "
-        "Ours all-reduces gradients "
-        "and broadcasts weights: 3 Psi (N-1)/N (%.1f MB).%s The handout's ranks own whole "
-        "tensors; ours, like ZeRO's, own equal parts of one flat buffer.",
+        "Ours all-reduces gradients and broadcasts weights: 3 Psi (N-1)/N (%.1f MB).%s The "
+        "handout's ranks own whole tensors; ours, like ZeRO's, own equal parts of one flat buffer.",
         state(zero), state(ours), 2 * part, 3 * part,
         backend == "gloo" ? " But in this run it sends as much as ours: over Gloo our "
                             "reduce-scatter is an all-reduce."

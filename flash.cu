@@ -454,8 +454,8 @@ static void flash_v1_backward(const AttentionTensors& t) {
 //     all of them.
 //   - The next tile is copied while this one is computed on.
 //   - Forward's exponential is exp2, too, which the GPU has. With c = log2(e) / sqrt(D), and m[r]
-//   holding m
-//     log2(e), step 3's exp(S - m) is exp2(c x - m[r]), where x is the product without the scale.
+//     holding m log2(e), step 3's exp(S - m) is exp2(c x - m[r]), where x is the product without
+//     the scale.
 //   - Step 2 is lazy: see v2_raise_maximum.
 // What it costs: P and dS are rounded to 16 bits where they enter a product, and fp32 cannot go
 // this way. In fp16 dS may overflow, as in PyTorch; the loss scale is halved then.

@@ -597,9 +597,8 @@ static void answer_fsdp_accounting(const vector<FsdpRun>& runs, int world, doubl
     answer(
         "b",
         "Gathers after layer 0 (%zu) take %.3f ms, and forward waits %.3f ms for them. Late, by "
-        "over "
-        "5 %% of a gather's time: %.0f. No block runs before the gathers of the embedding and of "
-        "layer 0: forward waits %.3f and %.3f ms for them.",
+        "over 5 %% of a gather's time: %.0f. No block runs before the gathers of the embedding and "
+        "of layer 0: forward waits %.3f and %.3f ms for them.",
         fsdp.gather.size() - 2, gathers, waits, late, fsdp.wait[0], fsdp.wait[1]);
 }
 

@@ -164,7 +164,7 @@ void print_toy_models() {
         "Layer norm's mean and variance are sensitive: in fp16 a square overflows from 256 on (256 "
         "x 256 = 65536, the largest number is 65504), and a small variance vanishes. bf16 has "
         "fp32's range, but with 8 significant bits a long sum loses its small terms. So autocast "
-        "treats both alike: its output is %s under float16 and %s under bfloat16.",
+        "treats both alike: layer norm's output is %s under float16 and %s under bfloat16.",
         name_of(half[LAYER_NORM]), name_of(bf16[LAYER_NORM]));
 }
 

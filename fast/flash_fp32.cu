@@ -367,9 +367,9 @@ __global__ void __launch_bounds__(FP32_THREADS, BACKWARD_BLOCKS)
 }
 
 // ---- launchers ----
-// Calls f(D, R, grid): the compiler knows the head size D, and R. A block owns 16 R of
-// the rows: 64 where that is more than two blocks per multiprocessor; else 32, which are twice as
-// many blocks and finish sooner, although a number from shared memory is multiplied less often.
+// Calls f(D, R, grid): the compiler knows the head size D, and R. A block owns 16 R of the rows: 64
+// where that is more than two blocks per multiprocessor; else 32, which are twice as many blocks
+// and finish sooner, although a number from shared memory is multiplied less often.
 template <class F>
 static void with_tiles(const AttentionTensors& t, int rows, int blocks, F f) {
     AttentionArgs a = args_of(t);

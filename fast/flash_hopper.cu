@@ -344,8 +344,8 @@ struct ForwardBarriers {
     int tile[2];  // whose Q that is; none is left if it is not below `all`
 };
 // How often the forward's blocks have asked for another tile of queries, and how many have found
-// none left; 0 between launches. A device has one pair, so two forwards must not
-// run at a time: they have one stream.
+// none left; 0 between launches. A device has one pair, so two forwards must not run at a time:
+// they have one stream.
 __device__ int tiles_taken, blocks_done;
 
 struct QueryTile {

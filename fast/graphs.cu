@@ -163,8 +163,8 @@ static StepGraphs* graphs_or(Model& model, const string& kind, const Shape& toke
 }
 
 // Does by graphs what forward_backward(), its caller, does without: both passes. Returns the loss.
-// `between` must allocate nothing on the GPU: the rehearsal would count it,
-// and the capture, which does not call `between`, would then differ from its rehearsal.
+// `between` must allocate nothing on the GPU: the rehearsal would count it, and the capture, which
+// does not call `between`, would then differ from its rehearsal.
 static Tensor forward_backward_by_graphs(Model& model, const Batch& batch, float loss_scale,
                                          const Job& between) {
     zero_gradients(model);
