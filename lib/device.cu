@@ -779,15 +779,18 @@ string run_ourselves(const vector<string>& arguments) {
     int ends[2];
     if (pipe2(ends, O_CLOEXEC) != 0) { fail("pipe: %s", strerror(errno)); }
     fflush(nullptr);
-    const pid_t child = start_ourselves(arguments, [&] { dup2(ends[1], STDOUT_FILENO); });
+    const pid_t child = start_ourselves(arguments, [&] {
+        if (dup2(ends[1], STDOUT_FILENO) < 0) { _exit(127); }
+    });
     close(ends[1]);
 
     FILE* output = fdopen(ends[0], "r");
+    if (!output) { fail("fdopen: %s", strerror(errno)); }
     string text;
     for (int c; (c = fgetc(output)) != EOF;) { text += (char)c; }
     fclose(output);
 
-    int status = 0;
+    int status = -1;  // where waitpid fails
     waitpid(child, &status, 0);
     if (status == 0) { return text; }
     fail("cs336 %s: %s %d", join(arguments, " ").c_str(),

@@ -232,9 +232,12 @@ static void make_folder_of_ranks(const Identity& me) {
     if (!named) { folder += "-" + parent_of_ranks(); }
     folder += me.job;
 
+    if (mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) {
+        fail("%s: %s; %s names the one above", folder.c_str(), strerror(errno), RENDEZVOUS);
+    }
     struct stat s;
-    if ((mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) || lstat(folder.c_str(), &s) != 0 ||
-        !S_ISDIR(s.st_mode) || s.st_uid != getuid() || (s.st_mode & 077) != 0) {
+    if (lstat(folder.c_str(), &s) != 0 || !S_ISDIR(s.st_mode) || s.st_uid != getuid() ||
+        (s.st_mode & 077) != 0) {
         fail(
             "%s: cannot be the ranks' folder, which only its owner may enter; %s names the one "
             "above",

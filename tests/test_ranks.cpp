@@ -390,6 +390,7 @@ TEST_CASE(
     Ended e = finish(none, none.at_ms);
     CHECK(e.exit_code == 1);
     CHECK(has(e.err, "/no/such/cs336-"));
+    CHECK(has(e.err, "No such file or directory"));
     CHECK(has(e.err, "CS336_RENDEZVOUS names the one above"));
 }
 TEST_CASE("ranks: the folder is its owner's alone, and gone when the job is") {
