@@ -1301,8 +1301,8 @@ TEST_CASE("benchmark: torch_compile and benchmarking_mixed_precision print all p
           "**(a)** Under autocast to fp16: model parameters within the autocast context float32, "
           "output of the first feed-forward layer float16, output of the layer norm float32, "
           "predicted logits float16, loss float32 and gradients float32.",
-          "its output is float32 under float16 and float32 under bfloat16", "(c); mode eager; ",
-          "(c); mode fused; ", "| fp32 (ms) | bf16 (ms) |",
+          "layer norm's output is float32 under float16 and float32 under bfloat16",
+          "(c); mode eager; ", "(c); mode fused; ", "| fp32 (ms) | bf16 (ms) |",
           "**(c)** Compared with fp32, bf16 forward is ",
           "**(c)** In mode fused under bf16 the gradients of the products' weights are in 16 bits",
           "**(c)** On a CPU low precision saves no arithmetic: tf32 is fp32"}) {
