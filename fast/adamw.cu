@@ -237,8 +237,8 @@ static void update_cuda(const Tensor& p, const FlatGradients& gradients, const T
     for (DType dtype : {F32, BF16, F16}) {
         FlatGradients some;
         for (const FlatGradient& one : gradients) {
-            const bool is_one = one.g.dtype == dtype && is_split(p, one.offset) == split;
-            if (is_one && one.g.size() > 0) { some.push_back(one); }
+            const bool belongs = one.g.dtype == dtype && is_split(p, one.offset) == split;
+            if (belongs && one.g.size() > 0) { some.push_back(one); }
         }
 
         with_gpu_type(dtype, [&](auto zero) {

@@ -572,7 +572,7 @@ void copy_or_add(const Tensor& to, const Tensor& from, bool accumulate);
 
 using BinaryOp = Tensor(const Tensor& a, const Tensor& b);
 BinaryOp add, sub, mul, div;
-UnaryOp exp, log, square, rsqrt;          // fp32, as are the sums, also of 16-bit numbers
+UnaryOp exp, log, square, rsqrt;          // of 16-bit numbers fp32, as are the sums
 UnaryOp sqrt, sigmoid, relu;              // keep their dtype
 UnaryOp sum_last, mean_last, max_last;    // over the last dimension, which becomes 1
 UnaryOp mean_all;                         // []
