@@ -529,6 +529,8 @@ def cut(paths, names, block, blocks, kernels, out):
                 sends = {e["tid"] for e in gpu if "nccl" in e["name"].lower() or COLLECTIVE.search(e["name"])}
                 sends |= {e["tid"] for e in gpu} - {e["tid"] for e in gpu if e["cat"] == "kernel"}
                 compute, sent = ([e for e in gpu if (e["tid"] in sends) == lane] for lane in (False, True))
+                starts = min(e["ts"] for e in compute)  # an all-reduce before that is the barrier before the step
+                sent = [e for e in sent if collective_of(e) != "all-reduce" or e["ts"] + e["dur"] > starts]
             else:  # a CPU: the phases (or a block's parts) of the thread that computes, and the calls of Gloo's
                 inside = sorted((e for e in events if begin <= e["ts"] < end), key=lambda e: e["ts"])
                 bars_are = r"/(forward|backward|optimizer)$" if block is None else r"/layer/\w+$"
@@ -578,7 +580,7 @@ def timeline(names, out, titles=None, in_us=False):
     sent = [kind for kind in PHASES if kind in sent]  # a lane each: they may overlap
     figure, axes = plt.subplots(len(panels), 1, figsize=(10, 0.9 + (1.0 + 0.45 * len(sent)) * len(panels)), sharex=True,
                                 squeeze=False, layout="constrained")
-    shown = {}
+    shown, share = {}, collections.Counter()  # of a panel's length, per part
     for i, (panel, axis) in enumerate(zip(panels, axes[:, 0])):
         bars = collections.defaultdict(list)  # all of a kind are one path, or the picture would be three times as large
         for lane, part, begin, us in panel["bars"]:
@@ -591,6 +593,7 @@ def timeline(names, out, titles=None, in_us=False):
         axis.autoscale_view()
         last = max(bar[2] + bar[3] for bar in panel["bars"])
         busy = sum(bar[3] for bar in panel["bars"] if bar[0] == "compute")
+        for _, part, _, us in panel["bars"]: share[part] += us / last
         length = f"{last:.0f} us" if in_us else f"{last * scale:.1f} ms"
         title = (titles[i] if titles else panel["title"]) + ": " + length
         if kinds is PARTS: title += f", {len(panel['bars'])} kernels and copies, busy {100 * busy / last:.0f} %"
@@ -599,7 +602,7 @@ def timeline(names, out, titles=None, in_us=False):
         axis.set_ylim(-0.5 - len(sent), 0.5)
         axis.grid(axis="y", visible=False)
     axes[-1][0].set_xlabel("us" if in_us else "ms")
-    order = [part for part in kinds if part in shown]
+    order = [part for part in kinds if share[part] > 1e-3]  # a shorter one is not seen
     words = [c.strip() for c in cuts[0]["caption"].replace(", driver", ";").split(";")]
     options = re.findall(r"--(size|context_length|precision) (\S+)", words[0])
     setting = ", ".join(f"S {value}" if option == "context_length" else value for option, value in options)
