@@ -70,7 +70,7 @@ static size_t peak_of_passes(const AttentionImpl& impl, const AttentionCase& c, 
 // Returns a timer that takes n runs, after 3 others.
 static PassTimer time_n_runs(int n) {
     return [=](const Job& prepare, const Job& f) {
-        return stats_of(time_queued_ms(3, n, prepare, f));
+        return stats_of(time_queued_ms(3, n, prepare, f));  // 3: grid_caption names it, too
     };
 }
 
@@ -213,7 +213,7 @@ static void softmax_backward_cpu(T* dP, const T* P, int64_t N, int Tq, int Tk, b
 }
 
 #ifdef HAVE_CUDA
-constexpr int ROW_THREADS = 256;  // of a block of the kernels with a warp per row: 8 rows
+constexpr int ROW_THREADS = 256;  // of a block that RUN launches; with a warp per row: 8 rows
 
 // Does what softmax_cpu does, with a warp per row: neighbouring lanes read neighbouring columns,
 // and a short row's second pass finds it in L1. softmax_in_place, below, has RUN(softmax, ...), a
@@ -459,8 +459,8 @@ static void weighted_sum_forward(const WeightedSum& t) {
 }
 
 // Writes dx and dw, likewise. On a GPU it cuts the rows into as many chunks as keep the chip busy
-// (16 blocks for each multiprocessor), but of 64 rows at least: what it cuts, a second kernel must
-// add up.
+// (16 blocks for each multiprocessor). A chunk has at least 64 rows, because the chunks' sums have
+// to be added up: by a copy that transposes them, a sum, and a copy to dw.
 static void weighted_sum_backward(const WeightedSum& t) {
     const int64_t N = t.N, D = t.D;
 #ifdef HAVE_CUDA
@@ -494,7 +494,8 @@ static double weighted_sum_error(const WeightedSum& t) {
 
     double error = 0;
     auto check = [&](const Tensor& got, const Tensor& want, int64_t terms) {
-        // The rounding errors of a sum are a random walk.
+        // Rounding errors add up like a random walk, so the bound grows with the root of the number
+        // of terms.
         const double tolerance = 1e-6 * sqrt((double)terms) + 1e-6;
         const Comparison c = compare(got, want, tolerance, 4 * tolerance);
         if (!c.ok()) {
@@ -523,7 +524,7 @@ static MemoryRates weighted_sum_row(Table& table, int64_t N, int64_t D) {
     const double forward = ms_of([&] { weighted_sum_forward(t); });
     const double backward = ms_of([&] { weighted_sum_backward(t); });
 
-    const double GB_ms = 1e-6 * sizeof(float);  // of one number in one ms, in GB/s
+    const double GB_ms = 1e-6 * sizeof(float);  // the rate of one number per ms, in GB/s
     const MemoryRates rates = {GB_ms * (N * D + D + N) / forward,
                                GB_ms * (2 * N * D + 2 * D + N) / backward,
                                GB_ms * 2 * N * D / copied};

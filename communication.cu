@@ -35,7 +35,7 @@ size_t room_of_each_rank(const Communicator& c, Device device) {
 // as nccl-tests define it, a busbw of S/t 2(n-1)/n: what each link of a ring carries, whatever n
 // is.
 
-struct AllReduceGroup {  // ranks that reduce tensors of all sizes together
+struct AllReduceGroup {  // so many ranks with one backend, and what their all-reduces take
     bool nccl;           // on GPUs; else Gloo, on the CPU
     int ranks;
     double ms[4];  // by size: the median of all steps and ranks; NAN where it did not fit
@@ -43,8 +43,8 @@ struct AllReduceGroup {  // ranks that reduce tensors of all sizes together
 static const double SIZES_MB[] = {1, 10, 100, 1000};
 static int number_of_sizes(const Options& o) { return o.quick ? 2 : 4; }
 
-// Returns the bytes that a rank needs on its device. On the CPU that counts what is compared with
-// the sums, too: the values, and to_floats' result with its doubles.
+// Returns the bytes that a rank needs on its device. On the CPU that is five times the tensor: the
+// tensor, `values`, to_floats' floats, and its doubles, which count twice.
 static size_t bytes_needed(const AllReduceGroup& group, int size) {
     return (size_t)(SIZES_MB[size] * MB) * (group.nccl ? 1 : 5);
 }
@@ -66,7 +66,8 @@ static double time_all_reduce(const Communicator& c, int64_t n, int warmup, int 
         fail("all-reduce over %s: wrong sums", c.backend.c_str());
     }
 
-    // Each further sum multiplies by up to the number of ranks: in the default steps not to inf.
+    // Each further sum multiplies all numbers by the number of ranks. From 1e-20 of their size they
+    // do not reach inf in the default steps.
     scale_in_place(tensor, 1e-20f);
     vector<double> mine;
     for (int i = 0; i < warmup + steps; i++) {
@@ -141,8 +142,9 @@ static void print_all_reduces(const Options& options, const vector<AllReduceGrou
 }
 
 // The handout's groups are this command again, with --nproc and --backend. They inherit an open
-// file, whose descriptor is in the environment variable RESULTS. Rank 0 of each group adds what it
-// found to that file. Without the variable somebody typed --nproc or --backend: then rank 0 prints.
+// file. CS336_RESULTS, an environment variable, has its descriptor. Rank 0 of each group adds what
+// it found to that file. Without the variable somebody typed --nproc or --backend: then rank 0
+// prints.
 static const char* const RESULTS = "CS336_RESULTS";
 
 // Times all sizes as a rank of one group. Rank 0 prints the table, or adds the numbers to RESULTS.
@@ -209,8 +211,8 @@ int cmd_distributed_communication_single_node(const Options& options) {
 // -------------------------------------------------------------------------------------------------
 // Section 2.4, communication_accounting: the handout's XXL model, L blocks of two Linear layers D x
 // F and F x D, whose 2 D F L = P parameters take 16 P bytes with their gradients and AdamW's
-// moments, in fp32. A: all activations that a device's tokens save; every second layer's are
-// sharded, like the weights, the rest is not. C: FLOP/s of a chip; W: bytes/s of a link; X chips
+// moments, in fp32. A: all activations that a device's tokens save. Those of every second layer are
+// sharded, like the weights. The others are not. C: FLOP/s of a chip; W: bytes/s of a link; X chips
 // share the FSDP axis with M_X links, Y the TP axis with M_Y. Forward of one block of B tokens:
 // T_math = 4 B D F / (X Y C); gather of the weights T_FSDP = 4 D F / (Y W M_X); all-reduce of the
 // activations T_TP = 4 B D / (X W M_Y).
@@ -350,8 +352,8 @@ static vector<PassCost> fsdp_tp_costs(const LayerSizes& l, double N, double M) {
     auto [B, D, F, C, W] = l;
     const double a = B * W / C, b = 3 * F * W / (2 * C), Q = 3 * B * F * W / C + 3 * F + 2 * B;
     double in_turn = Q * Q / (24 * B * F);
-    if (a < b / (b + 1)) { in_turn = 1 + b; }  // Q / (6 D_FF) < 1: TP alone
-    if (b < a / (a + 1)) { in_turn = 1 + a; }  // Q / (4 B) < 1: FSDP alone
+    if (Q < 6 * F) { in_turn = 1 + b; }  // N would be below 1: TP alone
+    if (Q < 4 * B) { in_turn = 1 + a; }  // M would be below 1: FSDP alone
 
     const double flops = 6 * B * D * F / (N * M);
     const double fsdp = 6 * D * F * (N - 1) / (N * M) / W, tp = 4 * B * D * (M - 1) / (N * M) / W;
@@ -492,8 +494,8 @@ int cmd_fsdp_tp_calcs(const Options& options) {
         "N_FSDP N_TP is largest where both terms are Q / 2: N_FSDP = Q / (6 D_FF) = %.4g, N_TP = Q "
         "/ (4 B) = %.4g. There N = Q^2 / (24 B D_FF) = %.7g^2 / (24 x %.7g x %.7g) = %.4g devices.",
         Q, Q / (6 * F), Q / (4 * B), Q, B, F, Q * Q / (24 * B * F));
-    for (const PassCost& only : {fsdp, tp}) {
-        if (costs[3].most != only.most) { continue; }
+    if (Q < 6 * F || Q < 4 * B) {
+        const PassCost& only = Q < 6 * F ? tp : fsdp;
         answer("d",
                "But an axis has at least one device. So there is only the %s here, and N <= "
                "%.4g devices.",

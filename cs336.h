@@ -119,14 +119,16 @@ struct Model {
     ModelConfig config;
     vector<Parameter> parameters;  // about in the order in which backward finishes their gradients
     Tensor weights;                // an arena; under FSDP this rank's shard
-    Tensor gradients, m, v;  // null until make_gradients, make_optimizer_state; FSDP: the norms'
+    // null until make_gradients, make_optimizer_state; FSDP: the norms' gradients, and m and v null
+    Tensor gradients, m, v;
     Tensor embedding, ln_final, lm_head;
     vector<Layer> layers;
     // A slot is a tensor that has a Gradient: each parameter's weight, and each joined one.
     vector<Tensor> slots;
     Tensor rope;   // rope_table's
     int step = 0;  // steps of its own optimizer
-    // FSDP's hooks, else null. Each is called before a unit's ops; pre_backward not for the head.
+    // FSDP's hooks, else null; leaderboard also marks the head in pre_forward. Each is called
+    // before a unit's ops; pre_backward not for the head.
     function<void(int unit)> pre_forward, pre_backward;
     shared_ptr<void> fast;  // what fast/ keeps with the model
 };
@@ -151,7 +153,7 @@ void make_gradients(Model& model);
 void make_optimizer_state(Model& model);
 // Lets the next op that adds to a gradient overwrite it.
 void zero_gradients(const Model& model);
-// Makes what a forward over T positions needs besides the weights. forward calls it.
+// Makes RoPE's table long enough for T positions, and readies the weights. forward calls it.
 void make_ready(Model& model, int64_t T);
 // Returns the logits [B,T,V] of tokens I32 [B,T]. With context.checkpoint backward needs the model
 // as it was, at its address.
@@ -165,7 +167,7 @@ Checkpointing checkpointing_from(const string& name);
 // -------------------------------------------------------------------------------------------------
 // model.cu: a training step
 
-struct AdamW {  // the defaults are PyTorch's
+struct AdamW {  // the defaults are PyTorch's; layers.cu says what differs
     float lr = 1e-3f, beta1 = 0.9f, beta2 = 0.999f, eps = 1e-8f, weight_decay = 0.01f;
 };
 struct Batch {
@@ -200,7 +202,8 @@ void run_phase(
 // Returns how many bytes a phase holds at most, in context's mode and precision.
 size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase);
 
-// A rank's step on the device's time line. Marks part it, so that nothing waits in between:
+// A rank's step on the device's time line. Marks cut it into parts. The stream records them, so
+// timing a part makes nobody wait:
 //   | forward | head and loss | backward          | exposed | optimizer |   compute stream
 //                             |   [all-reduce][all-reduce]  |               communication stream
 template <class Number>
@@ -226,8 +229,10 @@ struct Trainer {
     Communicator c;
     Model model;
     LossScaler scaler;
-    AdamW adamw;                // of the model's own optimizer
-    double max_norm = 0;        // gradients are clipped to it; 0: they are not
+    AdamW adamw;  // of the model's own optimizer
+    // gradients are clipped to it; 0: they are not. ddp.cu's sharded optimizer ignores it, since
+    // its norm is not the gradients'.
+    double max_norm = 0;
     int steps = 0;              // taken; the model's own are fewer where fp16 skipped some
     double loss = 0, norm = 0;  // of the last step; norm as optimizer_step returns it
     vector<StepMark> marks;     // of the last step
@@ -241,11 +246,11 @@ struct Trainer {
     shared_ptr<struct Fsdp> f;
 };
 // Takes a step on this rank's batches, all of one size, with a backward for each; t.loss is the
-// mean of their losses. If `d` averages, or without a gradients' arena, there can be only one
-// batch. Waits for the device.
+// mean of their losses. There can be only one batch where `d` starts its averages during backward.
+// Without a gradients' arena, batches may add up in 16 bits. Waits for the device.
 void train_step(Trainer& t, const vector<Batch>& batches);
 
-// Return the precisions of --precision, and the modes of --mode, checked. The default mode, flash,
+// Return the precisions of --precision, and the modes of --mode, checked. A flash that nobody typed
 // becomes fused if flash cannot run one of the models in one of the precisions.
 vector<Precision> precisions_of(const Options& o);
 vector<Mode> modes_of(const Options& o, const ModelConfigs& configs);

@@ -40,7 +40,7 @@ struct DataParallel {
     Communicator c;
     Strategy strategy;
     Tensor gradients;              // flat, in backward order
-    vector<Parameter> parameters;  // the model's, by offset; a tied one stands here once
+    vector<Parameter> parameters;  // the model's, by offset; a tied one once (a test has one)
     // The offsets of the parameters whose gradient backward has not finished in this step. It is a
     // set, since in mode eager backward finishes q, k and v, and w1 and w3, in another order than
     // they lie, and since it never finishes one on which this rank's loss does not depend.
@@ -74,9 +74,11 @@ static vector<Bucket> cut_into_buckets(const vector<Parameter>& parameters, DTyp
 static void start_next_bucket(DataParallel& d) {
     const Bucket& bucket = d.buckets[d.next];
     const Tensor gradients = view(d.gradients, bucket.begin, {bucket.end - bucket.begin});
-    const bool beside = WAYS[d.strategy].at_once && fast_ways.all_reduce_beside;
-    auto* start = beside ? fast_ways.all_reduce_beside : all_reduce;
-    d.works.push_back(start(d.c, gradients, AVERAGE));
+    if (WAYS[d.strategy].at_once && fast_ways.all_reduce_beside) {
+        d.works.push_back(fast_ways.all_reduce_beside(d.c, gradients, AVERAGE));
+    } else {
+        d.works.push_back(all_reduce(d.c, gradients, AVERAGE));
+    }
     d.next++;
 }
 
@@ -139,7 +141,6 @@ static void finish_gradient_synchronization(DataParallel& parallel) {
         if (parallel.missing.count(parameter.offset) == 0) { continue; }
         // This rank's loss does not depend on the parameter, but the others wait for its gradient.
         fill_zero(view(parallel.gradients, parameter.offset, parameter.shape));
-        gradient_is_ready(parallel, parameter.offset, parameter.offset + count(parameter.shape));
         parameter.weight.gradient->filled = true;
     }
     while (parallel.next < parallel.buckets.size()) { start_next_bucket(parallel); }
@@ -247,10 +248,9 @@ static void attach(Trainer& trainer, Sharding sharding) {
     trainer.sharded->sharding = sharding;
     if (sharding != UNSHARDED) { trainer.sharded->c = trainer.c; }
     trainer.step_optimizer = [](Trainer& t) {
-        // guarded_step asks for the norm in fp16 alone, since max_norm is 0, and skips the step if
-        // any rank's gradients hold inf or NaN. So only whether the norm is finite has to be right.
-        // Its value is not: FLAT's gradients are the same averages on every rank, and the sum over
-        // the ranks counts them once per rank.
+        // max_norm is 0, so guarded_step asks for the norm in fp16 alone. It skips the step if any
+        // rank's gradients hold inf or NaN. Only that has to be right. The norm's value is wrong:
+        // FLAT's gradients are equal averages, and this sum counts them once per rank.
         auto norm = [&] { return norm_over_ranks(t.c, pow(gradient_norm(t.model), 2)); };
         return guarded_step(t.scaler, 0, norm, [&](float gradient_scale) {
             step_parameter_groups(*t.sharded, gradient_scale);
@@ -320,7 +320,7 @@ void print_checks(const Communicator& c, const Options& options, int steps, cons
         table.row(check.way, check.what, strprintf("%.2e", check.max),
                   strprintf("%.2e", check.sum / check.n), check.match ? "match" : "DIFFER");
         if (!check.match) { wrong++; }
-        if (check.max > worst->max) { worst = &check; }
+        if (check.max > worst->max || isnan(check.max)) { worst = &check; }
     }
 
     print(table);
@@ -905,7 +905,8 @@ struct ShardingRun : WayRun {
     vector<pair<const char*, MemoryUse>> peaks{};
 };
 
-// Times an optimizer's steps and notes the three peaks of the first one.
+// Times an optimizer's steps and notes the three peaks of the first one: note_peak runs in `make`,
+// in the wrapped optimizer, and after the first step.
 static void run_sharded(const Communicator& c, const Options& options, const ModelConfig& config,
                         ShardingRun& run) {
     size_t before = 0;  // held already, as cuBLAS's workspace
@@ -920,7 +921,7 @@ static void run_sharded(const Communicator& c, const Options& options, const Mod
         reset_peak(context.device);
         Model model = make_model(config);
         init_weights(model, options.seed);
-        if (c.links) { note_peak("after init"); }  // else steps_peak plans
+        if (c.links) { note_peak("after init"); }  // else it is steps_peak's plan
         return sharded_trainer(c, model, run.sharding);
     };
     // run_way calls this before the first step and after each one. Before the first it wraps the

@@ -1,7 +1,7 @@
 // ddp.h: what communication.cu, ddp.cu and fsdp.cu share: what ranks tell each other, trainers of
 // several ranks, the check of N ranks against one process, and how their steps are timed. Read
-// Trainer and StepParts in cs336.h first. All ranks have to call a function that takes a
-// Communicator.
+// Trainer and StepParts in cs336.h first. Most functions that take a Communicator send: then all of
+// its ranks have to call them.
 #pragma once
 #include "cs336.h"
 
@@ -35,6 +35,7 @@ size_t room_of_each_rank(const Communicator& c, Device device = context.device);
 // ddp.cu: data parallel training. Every rank has the same weights and its own part of the batch;
 // gradients are averaged over the ranks.
 
+// Runs stand in this order. BUCKETED is the last, since it has a run for each cap.
 enum Strategy { NO_SYNC, NAIVE, FLAT, OVERLAPPED, BUCKETED };
 const char* name_of(Strategy s);
 // Returns a trainer whose gradients are averages before its optimizer steps (NO_SYNC: are this
@@ -114,7 +115,7 @@ using StepStats = StepParts<Stats>;  // ms, of several steps
 struct WayRun {
     string name;
     size_t predicted = 0;  // a rank's peak, in bytes
-    bool oom = false;      // that does not fit
+    bool oom = false;      // that does not fit, or memory ran out
     StepStats ms{};        // the mean over the ranks
     double loss = 0;       // of the last step; the mean over the ranks
     MemoryUse use{};       // of this rank, in these steps
@@ -125,14 +126,15 @@ using SeeStep = function<void(Trainer& t)>;
 void run_way(
     WayRun& r, const Communicator& c, const Options& o, const MakeTrainer& make,
     const SeeStep& see = [](Trainer&) {}, int n = 1);
-// With --trace, takes one more step behind the last timed one, and adds its trace. Its range has
-// the name, which has to be a literal.
+// With --trace, takes one more step behind the last timed one, and adds its trace. A SeeStep calls
+// this after each step; before the last timed one it does nothing. The step's range has the name,
+// which has to be a literal.
 void trace_step(Trainer& t, const char* name, const Options& o, Traces& traces);
 [[noreturn]] inline void fail_without_step(const WayRun& r) {
     fail("no step ran: each rank needs %.1f GiB", to_gib(r.predicted));
 }
-// Returns true for several ranks if all ways (`all` false: at least one) ran. Else prints that
-// there is nothing to compare. Fails if no way ran.
+// Returns whether the ways can be compared: there are several ranks, and all ways ran (`all` false:
+// at least one). If not, prints why. Fails if no way ran.
 template <class Run>
 bool can_compare(const Communicator& c, const vector<Run>& runs, bool all = true) {
     size_t fit = 0;

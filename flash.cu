@@ -63,14 +63,14 @@ AttentionArgs args_of(const AttentionTensors& t) {
             (int)t.k.dim(2),               // Tk
             1 / sqrtf((float)t.q.dim(3)),  // scale
             t.causal,
-            nullptr,
-            0};
+            nullptr,  // queries
+            0};       // query_rows
 }
 
 // -------------------------------------------------------------------------------------------------
 // 1.3.2 flash_forward (a), tiled: the steps on the CPU, in fp32. As on a GPU, a tile of S stays in
-// fast memory, here a core's cache. Causal tiles above the diagonal are skipped, half of the
-// products; naive and fused cannot do that.
+// fast memory, here a core's cache. Causal tiles above the diagonal are skipped: about half of all.
+// naive and fused compute them.
 
 constexpr int CPU_BQ = 64, CPU_BK = 128;  // with D = 64: Q, K, V, S and O tiles take 128 KiB
 
@@ -151,10 +151,11 @@ static void flash_forward_cpu(const AttentionTensors& t) {
     }
 }
 
-// Adds to dQ, dK and dV what a tile of S gives. P and dS have room for a tile. A sum's first
-// product overwrites (false is 0), the others add (true is 1): the first queries that meet these
-// keys begin at `first`, the first keys that meet these queries at 0. Step 7 is done again for each
-// tile of keys: its M D multiplications are few beside a product's M N D.
+// Adds to dQ, dK and dV what a tile of S gives. P and dS have room for a tile. The last argument of
+// the three products that add is beta: 0 (false) for a sum's first product, which overwrites, and 1
+// (true) for the others. The first queries that meet these keys begin at `first`; the first keys
+// that meet these queries begin at 0. Step 7 is done again for each tile of keys: its M D
+// multiplications are few beside a product's M N D.
 static void flash_backward_tile_cpu(float* P, float* dS, const TileOfS& t, int first) {
     const AttentionArgs& a = t.a;
     const int D = a.q.D, M = t.M, N = t.N;
@@ -460,9 +461,9 @@ static void flash_v1_backward(const AttentionTensors& t) {
 // What it costs: P and dS are rounded to 16 bits where they enter a product, and fp32 cannot go
 // this way. In fp16 dS may overflow, as in PyTorch; the loss scale is halved then.
 //
-// A matrix in registers (its name ends in _rmem) is cut into squares of 8x8 (a block is always of
-// threads): x[r][n] is square r down and n across. Each lane has two neighbours of each square,
-// the numbers x[r][n][0] and x[r][n][1]:
+// A matrix in registers (its name ends in _rmem) is cut into squares of 8x8. (They are not called
+// blocks: a block is one of threads.) x[r][n] is square r down and n across. Each lane has two
+// neighbours of each square, the numbers x[r][n][0] and x[r][n][1]:
 //
 //             columns 0, 1   2, 3      4, 5      6, 7
 //     row 0   lane  0        lane  1   lane  2   lane  3
@@ -486,9 +487,11 @@ constexpr int V2_WARPS = 4, V2_THREADS = V2_WARPS * WARP;  // threadIdx.x counts
 // D columns.
 HD constexpr int v2_own(int R) { return V2_WARPS * 8 * R; }
 HD constexpr int v2_keys(int D) { return D > 64 ? 32 : 64; }
+// At D = 16 v2_queries is 64, as v2_load copies 64 rows at a time. At D = 80 registers allow 16. At
+// D = 128 they allow 32, since a warp owns only 16 rows there (flash_v2_backward).
 HD constexpr int v2_queries(int D) {
-    if (D == 16) { return 64; }  // v2_load copies 64 rows at a time
-    return D == 80 ? 16 : 32;    // at D = 128 a warp owns only 16: see flash_v2_backward
+    if (D == 16) { return 64; }
+    return D == 80 ? 16 : 32;
 }
 HD constexpr int v2_stride(int D) { return D + 8; }
 
@@ -497,13 +500,13 @@ static_assert(QUERY_ROWS % v2_own(4) == 0);
 // Returns the most bytes of shared memory that a block needs. It owns a tile of each of `matrices`
 // matrices. Two other matrices pass (K and V, or Q and dO), and each has two places: a tile is read
 // in one while the next is copied to the other. These four places have v2_keys rows at most, as
-// v2_queries is never more. dK's and dV's kernel has two places for the BackwardQuery, too.
+// v2_queries is never more. dK's and dV's kernel also has two places for a tile's BackwardQuery.
 HD constexpr size_t v2_bytes(int matrices, int D, int R) {
     return (matrices * v2_own(R) + 4 * v2_keys(D)) * v2_stride(D) * sizeof(bf16) +
            2 * v2_keys(D) * sizeof(BackwardQuery);
 }
 // Returns whether the card that this code is compiled for can run such a kernel: a T4 (sm_75) has
-// no bf16, and 64 KB for a block. A kernel that it cannot run is compiled to nothing;
+// no bf16, and gives a block at most 64 KB. A kernel that it cannot run is compiled to nothing;
 // flash_v2_takes and v2_with do not launch it.
 template <class T>
 __device__ constexpr bool v2_runs(size_t bytes) {
@@ -531,12 +534,12 @@ __device__ void v2_each(float (&x)[R][N][2], F f) {
     }
 }
 
-// Starts to copy rows [first, first + ROWS) of head h to shared memory; those from `rows` on become
-// 0. A thread copies 16 bytes of each of its rows, in the same columns. At D = 80, 10 of 16
+// Starts to copy rows [first, first + ROWS) of head h to shared memory; those that do not exist
+// become 0. A thread copies 16 bytes of each of its rows, in the same columns. At D = 80, 10 of 16
 // threads copy.
 template <int D, int ROWS, class T>
 __device__ void v2_load(T* tile_smem,  // [ROWS,D + 8]
-                        const Heads& x, int b, int h, int first, int rows) {
+                        const Heads& x, int b, int h, int first) {
     constexpr int ACROSS = D == 80 ? 16 : D / 8, DOWN = V2_THREADS / ACROSS;
     static_assert(ROWS % DOWN == 0);
     int i = threadIdx.x / ACROSS, d = threadIdx.x % ACROSS * 8;
@@ -544,7 +547,7 @@ __device__ void v2_load(T* tile_smem,  // [ROWS,D + 8]
 
     const T* from = head_of<const T>(x, b, h) + (first + i) * x.row + d;
     tile_smem += i * v2_stride(D) + d;
-    int left = rows - first - i;
+    int left = x.rows - first - i;
 #pragma unroll
     for (int down = 0; down < ROWS; down += DOWN) {
         copy_16(tile_smem + down * v2_stride(D), from, down < left);
@@ -563,7 +566,7 @@ __device__ void v2_dot(float (&sums_rmem)[R][N][2],  // [8 R,8 N]
     //     A: 0 2    B: 0 1
     //        1 3       2 3
     // mma wants A's in this order. B's rows are columns of mma's B, so squares 0 and 1 of B are one
-    // mma's, 2 and 3 the next one's. Addresses count bytes, 2 of a number.
+    // mma's, 2 and 3 the next one's. Addresses count bytes; a number has 2.
     uint32_t a_smem = smem_address(A_smem + lane % 16 * ROW + lane / 16 * 8);
     uint32_t b_smem = smem_address(B_smem + (lane % 8 + lane / 16 * 8) * ROW + lane / 8 % 2 * 8);
 #pragma unroll
@@ -613,11 +616,10 @@ __device__ void v2_add_rows(float (&sums_rmem)[R][N][2],     // [8 R,8 N]
 }
 // Stores the matrix to those rows of head h, from `first` on, that exist.
 template <class T, int R, int N>
-__device__ void v2_store(const float (&x_rmem)[R][N][2], const Heads& x, int b, int h, int first,
-                         int rows) {
+__device__ void v2_store(const float (&x_rmem)[R][N][2], const Heads& x, int b, int h, int first) {
     for (int r = 0; r < R; r++) {
         int i = first + v2_row(r);
-        if (i >= rows) { continue; }
+        if (i >= x.rows) { continue; }
         T* row = head_of<T>(x, b, h) + i * x.row;
         for (int n = 0; n < N; n++) {
             *(uint32_t*)(row + v2_column(n, 0)) = pack<T>(x_rmem[r][n][0], x_rmem[r][n][1]);
@@ -638,12 +640,12 @@ __device__ void v2_mask(float (&S_rmem)[R][N][2], const AttentionArgs& a, int q0
     });
 }
 // Does step 2, and multiplies l and O by shrink (steps 3 to 5). S_rmem holds products without the
-// scale; c and m[r] are those of exp2, above. It is lazy: any m gives the same O and L as long as
-// nothing overflows or vanishes. So m stays unless a P = exp2(c S_rmem - m[r]) of the warp would
-// exceed 2^SLACK. Then all its rows take max(m, that of this tile). Mostly m stays, which saves the
-// exchange between the four lanes of a row and the scaling of O. A lane looks at its own columns
-// alone, and __any_sync tells all lanes whether one of them has such a P. The first tile raises m,
-// which begins with -FLT_MAX.
+// scale; c is log2(e) / sqrt(D), and m[r] holds m log2(e). It is lazy: any m gives the same O and L
+// as long as nothing overflows or vanishes. So m stays unless a P = exp2(c S_rmem - m[r]) of the
+// warp would exceed 2^SLACK. Then all its rows take max(m, that of this tile). Mostly m stays,
+// which saves the exchange between the four lanes of a row and the scaling of O. A lane looks at
+// its own columns alone, and __any_sync tells all lanes whether one of them has such a P. The first
+// tile raises m, which begins with -FLT_MAX.
 template <int R, int N, int K>
 __device__ void v2_raise_maximum(float (&m)[R], float (&l)[R], float (&O_rmem)[R][N][2],
                                  float (&S_rmem)[R][K][2], float c) {
@@ -683,10 +685,10 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_forward_kernel(Attenti
     int q0 = (gridDim.y - 1 - blockIdx.y) * Bq;  // those that see most keys start first
     int warp_row = threadIdx.x / WARP * 8 * R;   // the warp's first row of the tile
     auto load = [&](int j) {
-        v2_load<D, Bk>(K_smem + j % 2 * Bk * ROW, a.k, b, h, j * Bk, a.Tk);
-        v2_load<D, Bk>(V_smem + j % 2 * Bk * ROW, a.v, b, h, j * Bk, a.Tk);
+        v2_load<D, Bk>(K_smem + j % 2 * Bk * ROW, a.k, b, h, j * Bk);
+        v2_load<D, Bk>(V_smem + j % 2 * Bk * ROW, a.v, b, h, j * Bk);
     };
-    v2_load<D, Bq>(Q_smem, a.q, b, h, q0, a.Tq);
+    v2_load<D, Bq>(Q_smem, a.q, b, h, q0);
     load(0);
 
     float c = a.scale * LOG2_E;
@@ -724,7 +726,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_forward_kernel(Attenti
         l[r] = 1 / l[r];
     }
     v2_each(O_rmem, [&](float& o, int r, int, int) { o *= l[r]; });
-    v2_store<T>(O_rmem, a.o, b, h, q0 + warp_row, a.Tq);
+    v2_store<T>(O_rmem, a.o, b, h, q0 + warp_row);
 }
 
 // Writes dQ: a block owns queries, and the keys that they see pass.
@@ -741,11 +743,11 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dq_kernel(AttentionArg
     int q0 = (gridDim.y - 1 - blockIdx.y) * Bq;  // those that see most keys start first
     int warp_row = threadIdx.x / WARP * 8 * R;   // the warp's first row of the tile
     auto load = [&](int j) {
-        v2_load<D, Bk>(K_smem + j % 2 * Bk * ROW, a.k, b, h, j * Bk, a.Tk);
-        v2_load<D, Bk>(V_smem + j % 2 * Bk * ROW, a.v, b, h, j * Bk, a.Tk);
+        v2_load<D, Bk>(K_smem + j % 2 * Bk * ROW, a.k, b, h, j * Bk);
+        v2_load<D, Bk>(V_smem + j % 2 * Bk * ROW, a.v, b, h, j * Bk);
     };
-    v2_load<D, Bq>(Q_smem, a.q, b, h, q0, a.Tq);
-    v2_load<D, Bq>(dO_smem, a.dO, b, h, q0, a.Tq);
+    v2_load<D, Bq>(Q_smem, a.q, b, h, q0);
+    v2_load<D, Bq>(dO_smem, a.dO, b, h, q0);
     load(0);
     BackwardQuery query[R];
     for (int r = 0; r < R; r++) {
@@ -775,7 +777,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dq_kernel(AttentionArg
         v2_add_rows(dQ_rmem, dP_rmem, K_j);  // step 12, but for the scale
     }
     v2_each(dQ_rmem, [&](float& dq, int, int, int) { dq *= a.scale; });
-    v2_store<T>(dQ_rmem, a.dq, b, h, q0 + warp_row, a.Tq);
+    v2_store<T>(dQ_rmem, a.dq, b, h, q0 + warp_row);
 }
 
 // Writes dK and dV: a block owns keys, and the queries that see them pass. S and dP are transposed,
@@ -794,16 +796,16 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dkv_kernel(AttentionAr
     int k0 = blockIdx.y * Bk;
     int warp_row = threadIdx.x / WARP * 8 * R;  // the warp's first row of the tile
     auto load = [&](int i) {
-        v2_load<D, Bq>(Q_smem + i % 2 * Bq * ROW, a.q, b, h, i * Bq, a.Tq);
-        v2_load<D, Bq>(dO_smem + i % 2 * Bq * ROW, a.dO, b, h, i * Bq, a.Tq);
+        v2_load<D, Bq>(Q_smem + i % 2 * Bq * ROW, a.q, b, h, i * Bq);
+        v2_load<D, Bq>(dO_smem + i % 2 * Bq * ROW, a.dO, b, h, i * Bq);
         int two = 2 * threadIdx.x;  // copy_16 copies two: a BackwardQuery has 8 bytes
         if (two < Bq) {
             copy_16(query_smem + i % 2 * Bq + two,
                     a.queries + (int64_t)head * a.query_rows + i * Bq + two, true);
         }
     };
-    v2_load<D, Bk>(K_smem, a.k, b, h, k0, a.Tk);
-    v2_load<D, Bk>(V_smem, a.v, b, h, k0, a.Tk);
+    v2_load<D, Bk>(K_smem, a.k, b, h, k0);
+    v2_load<D, Bk>(V_smem, a.v, b, h, k0);
     int first = a.causal ? k0 / Bq : 0;
     if (first * Bq < a.Tq) { load(first); }
 
@@ -832,8 +834,8 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dkv_kernel(AttentionAr
     }
     await_copies();  // where no query sees these keys, K and V are still on their way
     v2_each(dK_rmem, [&](float& dk, int, int, int) { dk *= a.scale; });
-    v2_store<T>(dK_rmem, a.dk, b, h, k0 + warp_row, a.Tk);
-    v2_store<T>(dV_rmem, a.dv, b, h, k0 + warp_row, a.Tk);
+    v2_store<T>(dK_rmem, a.dk, b, h, k0 + warp_row);
+    v2_store<T>(dV_rmem, a.dv, b, h, k0 + warp_row);
 }
 
 // Launches a kernel on `rows` rows; each block owns OWN of them.
@@ -878,7 +880,7 @@ static void flash_v2_forward(const AttentionTensors& t) {
         v2_launch<v2_own(R)>(flash_v2_forward_kernel<T, D, R>, a.Tq, v2_bytes(1, D, R), a);
     });
 }
-// Writes dQ, then dK and dV. At D = 128 registers last for the sums of 16 rows only.
+// Writes dQ, then dK and dV. At D = 128 a warp has registers for the sums of 16 rows only.
 static void flash_v2_backward(const AttentionTensors& t) {
     Tensor memory;
     AttentionArgs a = step_7(t, &memory);
@@ -901,7 +903,14 @@ static bool flash_v1_takes(DType, int64_t D) { return flash_head_size(D); }
 #endif
 
 // -------------------------------------------------------------------------------------------------
-// 1.3.2, the table of implementations: dispatch, commands, benchmarks and tests walk it.
+// 1.3.2, the table of implementations: dispatch, commands, benchmarks and tests walk it. With those
+// of attention.cu and of fast/ its rows are, by rung:
+//   rung  name        takes                              file
+//   30    tiled       the CPU, fp32                      flash.cu
+//   30    flash_v1    every card, every type             flash.cu
+//   40    flash_v2    bf16 from sm_80, fp16 from sm_75   flash.cu
+//   50    flash_fp32  fp32 from sm_80                    fast/flash_fp32.cu
+//   60    hopper      bf16 on sm_90                      fast/flash_hopper.cu
 
 static bool only_fp32(DType t, int64_t) { return t == F32; }
 bool flash_head_size(int64_t D) { return D == 16 || D == 32 || D == 64 || D == 80 || D == 128; }

@@ -3,7 +3,7 @@
 //      (the check against one process) and fsdp_accounting
 //   9  leaderboard: the 8.1B step
 // Read pre_forward and pre_backward first: they start the gathers and the reduce-scatters of a
-// step, but for the embedding's reduce-scatter. finish_backward starts that, and
+// step. finish_backward starts the embedding's reduce-scatter and the norms' all-reduce.
 // fsdp_optimizer_step ends the step.
 #include "ddp.h"
 #include "fast_ways.h"
@@ -34,7 +34,7 @@ struct FsdpUnit {
 // `norm` is the norm of the gradients. NORMS stands in place of a unit's number.
 constexpr int NORMS = -1;
 struct FsdpWait {  // of the compute stream, for a collective
-    int unit;
+    int unit;      // tests read it
     WorkPtr work;
     Mark asked, got;
 };
@@ -42,7 +42,7 @@ struct Fsdp {
     Communicator c;
     vector<Parameter> parameters;
     vector<FsdpUnit> units;
-    // the own part of each unit, then the norms
+    // the own part of each unit, then the norms; its `gradients` stay null
     ParameterGroup shard;
     int64_t norms_begin = 0;        // in the shard
     Tensor norms;                   // a view of the shard
@@ -56,10 +56,10 @@ struct Fsdp {
     // kept. So the step must have one backward, and need no norm before (clipping, fp16's loss
     // scale). fsdp_optimizer_step still follows: it steps the RMSNorms' weights.
     bool steps_in_backward = false;
-    // The unit that backward has come to; in forward, the number of units. start_reduce has run for
-    // every unit above it.
+    // The unit that backward has come to. In forward it is the number of units, and from the head
+    // on the head. start_reduce has run for every unit above it.
     int reached = 0;
-    int reducing = -1;  // the unit whose reduce-scatter is under way
+    int reducing = -1;  // the unit whose reduce-scatter is under way; -1: none
     WorkPtr reduce;
     Tensor average;  // what it gives, of the own part
 };
@@ -137,7 +137,8 @@ static shared_ptr<Fsdp> fully_shard(const Communicator& c, const vector<Paramete
     return fsdp;
 }
 
-// Returns parameter p's tensor (see Place): in its unit's buffer or, a norm, in the shard.
+// Returns a parameter's tensor (see Place), a view of its unit's buffer, or for a norm of the
+// shard. Enters it among its unit's slots.
 static Tensor place(Fsdp& fsdp, const Parameter& parameter, const Shape& shape) {
     Tensor whole, gradients;
     int64_t at;
@@ -166,6 +167,7 @@ static void start_gather(Fsdp& fsdp, int i) {
     const FsdpUnit& unit = fsdp.units[i];
     const bool casts = unit.weights.dtype != unit.own.dtype;
     if (casts) { copy_or_add(own_part(fsdp, unit, unit.weights), unit.own, false); }
+    // A cast has put this rank's part into the buffer. Else the gather reads it from the shard.
     fsdp.gathers[i % 2] = all_gather(fsdp.c, unit.weights, casts ? Tensor() : unit.own);
     fsdp.in_buffer[i % 2] = i;
 }
@@ -176,13 +178,13 @@ static void wait_for(Fsdp& f, int unit, const WorkPtr& work) {
 }
 
 // Waits for unit i's weights and starts the gather of the unit that is needed next. Forward goes up
-// to the last unit, then backward down. A checkpoint in between runs units again, up to the one
-// below `reached`.
+// to the head, then backward goes down. In backward a checkpoint runs its units forward again, up
+// to the one below `reached`.
 static void pre_forward(Fsdp& fsdp, int i) {
     Range range("gather");
     if (fsdp.in_buffer[i % 2] != i) { start_gather(fsdp, i); }
     wait_for(fsdp, i, fsdp.gathers[i % 2]);
-    if (i + 1 == (int)fsdp.units.size()) { fsdp.reached = i; }  // from here on down
+    if (i + 1 == (int)fsdp.units.size()) { fsdp.reached = i; }  // here forward ends
 
     const bool goes_up = i + 1 < fsdp.reached;
     const int next = goes_up ? i + 1 : i - 1;
@@ -511,7 +513,9 @@ static void print_fsdp_accounting(const string& caption, const vector<FsdpRun>& 
     Table memory{caption +
                      "; (a): rank 0 at its peak, MiB; copies: buffers for gathered weights, and "
                      "weights in 16 bits; other: activations, workspace and inputs; "
-                     "early AdamW: each unit's step in backward",
+                     "early AdamW: each unit's step in backward" +
+                     (context.mode == EAGER ? "; DDP's AdamW runs op by op, the others' is fused"
+                                            : ""),
                  {"Way", "peak", "predicted", "parameters", "copies", "gradients", "optimizer",
                   "other", "step (ms)"}};
     for (const FsdpRun& run : runs) {
@@ -679,20 +683,21 @@ static MakeTrainer trainer_of(const Options& options) {
 //   3. as 1, and all feed-forwards, and n blocks whole (24 ms more)
 // With results in host memory (fast_ways.h) 2 and 3 cost less. The peak falls nearly in a straight
 // line with n. So two plans, for n = 0 and for all blocks, give an estimate of n, which grows until
-// its own plan fits.
+// its own plan fits. peak_with also sets the context: a return leaves the plan that was asked for
+// last.
 static void choose_what_runs_again(const Options& options, int world, double room) {
-    auto peak = [&](bool recompute, const Checkpointing& checkpoint) {
+    auto peak_with = [&](bool recompute, const Checkpointing& checkpoint) {
         context.recompute = recompute;
         context.checkpoint = checkpoint;
         return (double)steps_peak(world, options, trainer_of(options), options.batch_size);
     };
-    if (peak(false, {}) <= room) { return; }
-    const double nothing = peak(true, {});
+    if (peak_with(false, {}) <= room) { return; }
+    const double nothing = peak_with(true, {});
     if (nothing <= room) { return; }
 
     // no whole block, so the feed-forwards of all
-    const double ffns = peak(true, {Checkpointing::BLOCKS, 0});
-    const double blocks = peak(true, {Checkpointing::GROUPS, 1});
+    const double ffns = peak_with(true, {Checkpointing::BLOCKS, 0});
+    const double blocks = peak_with(true, {Checkpointing::GROUPS, 1});
     const int L = configs_of(options)[0].num_layers;
     auto enough = [&](double from, double to) {
         return (int)ceil(L * (from - room) / (from - to));
@@ -705,7 +710,7 @@ static void choose_what_runs_again(const Options& options, int world, double roo
         return;  // with the last plan, of whole blocks, which is too large
     }
     int& n = context.checkpoint.n;
-    while (n < L && peak(true, context.checkpoint) > room) { n++; }
+    while (n < L && peak_with(true, context.checkpoint) > room) { n++; }
 }
 
 // Prints two tables: the parts of a step; and, if it fits, its rates, memory and losses.
@@ -759,7 +764,8 @@ static void leaderboard(Options options, const Communicator& c) {
     // Up to half of the host's free memory may hold checkpoints' results.
     const bool keeps = context.device == CUDA && fast_ways.keep_on_host;
     if (keeps) { fast_ways.keep_on_host(room_of_each_rank(c, CPU) / 2); }
-    // A thirtieth of what a step needs is left for NCCL, cuBLAS and the gaps between buffers.
+    // Of 31 parts of the room a step may need 30. One is left for NCCL, cuBLAS and the gaps between
+    // buffers.
     if (!options.has("checkpoint")) {
         choose_what_runs_again(options, c.world, room_of_each_rank(c) * 30.0 / 31);
     }

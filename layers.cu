@@ -42,7 +42,8 @@
 // and on the GPU, with a block for each of N rows,
 //   op_kernel<<<N, ROW_THREADS, 0, stream()>>>((float*)y.data, (float*)x.data, N, C);
 
-constexpr int THREADS = 256, ROW_THREADS = 512;  // per block; per block of one row or column
+// Threads per block, and per block of one row or column. RUN (lib/gpu.h) launches ROW_THREADS.
+constexpr int THREADS = 256, ROW_THREADS = 512;
 
 // Runs f(zero, x_zero). zero has the type T of t's dtype, x_zero the type X of x's dtype; nobody
 // reads their values. On META it does nothing. Five pairs of types occur:
@@ -331,8 +332,8 @@ static void for_each(Device device, int64_t N, int64_t columns, const F& f) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// RoPE: each pair (x_2i, x_2i+1) of a query or key at position t is rotated by the angle t
-// theta^(-2i/D):
+// RoPE: each pair (x_2i, x_2i+1) of a query or key at position t is rotated by the angle
+//   t theta^(-2i/D):
 //   y_2i = cos x_2i - sin x_2i+1,  y_2i+1 = sin x_2i + cos x_2i+1
 // Backward rotates by the opposite angle.
 // Fused: one product gives q, k and v side by side, y [B,T,C] -> [B,T,3,H,D]. One kernel rotates q
@@ -575,8 +576,8 @@ Tensor swiglu(const Layer& layer, const Tensor& y) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// The ops above in one table; fast/ fills its own. A new op needs no row here: call its _run, as
-// cross_entropy does.
+// The ops above in one table; fast/ fills its own. A new op needs no row here: its function calls
+// the _run itself, as cross_entropy calls cross_entropy_run.
 
 static const LayerOps plain_ops = {
     add_rmsnorm_run, rmsnorm_backward, rotate, swiglu_run, swiglu_backward,
@@ -592,9 +593,8 @@ static const LayerOps& ops() {
 // Cross-entropy of logits l [N,V] with targets t [N]:
 //   loss = mean_n( lse_n - l[n,t_n] ),  lse_n = log sum_v exp(l[n,v])
 //   dl[n,v] = (exp(l[n,v] - lse_n) - [v = t_n]) dloss / N
-// On the GPU all is computed in fp32, whatever the logits are.
-// Fused: one kernel for the rows and one backward, and the logits' gradient takes their place in
-// memory.
+// On the GPU all is computed in fp32, whatever the logits are. Fused: one kernel for the rows, one
+// for their mean and one backward, and the logits' gradient takes their place in memory.
 
 static Tensor cross_entropy_eager(const Tensor& logits, const Tensor& targets) {
     Tensor l = cast(logits, logits.dtype == F64 ? F64 : F32);
@@ -726,8 +726,9 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets) {
 // large, the logits x w^T are most of a step's memory, so they are made a chunk of rows at a time.
 // Forward computes the gradients of a chunk at once,
 //   dx = dl w,  dW += dl^T x      with dl for dloss = 1,
-// and backward scales them. dW adds up in fp32, so a 16-bit gradient is rounded once. fp16 would
-// need the loss scale before: dl is mostly about 1/(N V), less than it can hold.
+// and backward scales them. dW adds up in fp32, so a 16-bit gradient is rounded once. It is not for
+// fp16: dl, mostly about 1/(N V), would vanish before the loss scale multiplies it. leaderboard
+// refuses fp16.
 Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, int64_t chunk) {
     Range range("head and loss");
     const int64_t V = head.dim(0), C = head.dim(1);
@@ -772,16 +773,17 @@ Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, 
 }
 
 // -------------------------------------------------------------------------------------------------
-// The optimizer: the sum of all gradients' squares, in a fixed order, for their norm; then
-// AdamW (Loshchilov and Hutter, 2019), t = 1, 2, ... The weights decay first, as in PyTorch and the
-// 2026 handout; 2025's decay after the step. The code of these lines is adamw_element in
-// fast_ways.h:
+// The optimizer: the sum of all gradients' squares, in a fixed order, for their norm; then AdamW
+// (Loshchilov and Hutter, 2019), t = 1, 2, ... The weights decay first, as in PyTorch and the 2026
+// handout; 2025's decay after the step. eps is added before v's bias correction, as in the course's
+// first assignment; PyTorch adds it after, to sqrt(v / (1 - b2^t)). The code of these lines is
+// adamw_element in fast_ways.h:
 //   p *= 1 - lr wd;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
 //   p -= lr sqrt(1 - b2^t)/(1 - b1^t) m / (sqrt(v) + eps)
 // An optimizer that is written op by op, as the first assignment's, has 13 kernels for every
-// parameter tensor, and so has mode eager (14 where it clips). Fused it is one: p, m and v are each
-// read and written once, 24 bytes per parameter in fp32, and g is read (2 or 4). In pure bf16 that
-// is 14 in all.
+// parameter tensor, and so has mode eager (14 where it clips or unscales). Fused it is one: p, m
+// and v are each read and written once, 24 bytes per parameter in fp32, and g is read (2 or 4). In
+// pure bf16 that is 14 in all.
 
 #ifdef HAVE_CUDA
 constexpr int NORM_BLOCKS = 1024;

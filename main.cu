@@ -473,8 +473,8 @@ static int cmd_list(const Options&) {
 }
 
 // Returns whether `text` is what a program of this commit prints on this device, at these sizes and
-// in this format. Where the commit is unknown or dirty, no text is. On a machine with a GPU no text
-// of the CPU is, so its problem runs again.
+// in this format. Where the commit is unknown or dirty, no text is. On a GPU no text of the CPU is,
+// so its problem runs again.
 static bool is_as_now(const string& text, const string& of_commit, bool quick) {
     if (of_commit == "unknown" || text.find("dirty") != string::npos) { return false; }
     auto has = [&](const string& part) { return text.find(part) != string::npos; };
@@ -501,8 +501,7 @@ static int cmd_reproduce(const Options& o) {
             "handout's sizes");
     }
 
-    std::error_code ignored;  // save_file says why it cannot write
-    std::filesystem::create_directories(o.out, ignored);
+    std::filesystem::create_directories(o.out);
     int exit_code = 0;
     for (const Command* c : problems) {
         vector<string> words = {c->id, "--device", o.device, "--format", o.format};

@@ -17,6 +17,7 @@
 // -------------------------------------------------------------------------------------------------
 // Sizes
 
+// The handouts' models. main.cu's --size names them, too.
 const ModelConfigs model_sizes = {
     {"small", 768, 3072, 12, 12},        {"medium", 1024, 4096, 24, 16},
     {"large", 1280, 5120, 36, 20},       {"xl", 1600, 6400, 48, 25},
@@ -260,6 +261,7 @@ static void run_block(const Model& model, const Layer& layer, FeedForward* ffn, 
 void begin_unit(const Model& model, int unit) {
     if (model.pre_forward) { model.pre_forward(unit); }
 }
+// Returns y_in, behind whose step backward calls pre_backward.
 Tensor end_unit(const Model& model, int unit, const Tensor& y_in) {
     if (!model.pre_backward) { return y_in; }
     Tensor y = y_in;
@@ -360,7 +362,9 @@ Batch random_batch(int B, int T, int V, uint64_t seed) {
 void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale) {
     Range range("backward");
     backward(loss, loss_scale);
-    drop_weight_copies(model.slots);  // after the last batch the weights change
+    // The casts of mode eager's copies have left the tape, so another backward would lose their
+    // gradients; and after the last batch the weights change.
+    drop_weight_copies(model.slots);
 }
 // Runs forward and backward, and adds to the gradients that are there; otherwise it does what
 // forward_backward does.
@@ -557,7 +561,8 @@ struct StepRun {
 // Returns r with the times of the n steps that follow the first `warmup`.
 static StepRun after_warmup(StepRun r, int warmup, int n) {
     for (PassRun& p : r.pass) {
-        if (!p.all.empty()) { p.ms = stats_of({&p.all[warmup], &p.all[warmup] + n}); }
+        if (p.all.empty()) { continue; }
+        p.ms = stats_of({&p.all[warmup], &p.all[warmup] + n});  // from one address to another
     }
     return r;
 }
@@ -573,6 +578,7 @@ struct Sweep {  // what a command runs at one context length
     vector<Precision> precisions;
     vector<Mode> modes;
 
+    // Returns a table's caption: `what`, and the settings that all runs of the sweep share.
     string caption(const string& what) const {
         set<string> vocabularies;
         for (const ModelConfig& c : configs) { vocabularies.insert(to_string(c.vocab_size)); }
@@ -602,7 +608,9 @@ static vector<Sweep> sweeps_of(Options o) {
 static double last_part_ms(Phase phase, Model& model, const Batch& batch, LossScaler& scaler) {
     double begin = now_ms();
     run_phase(phase, model, batch, scaler, [&](Phase done) {
-        if (done + 1 < phase) { return; }  // the next part is not the last
+        // FORWARD, FORWARD_BACKWARD and STEP have 1, 2 and 3 parts; `done` ends part done + 1. So
+        // here the next part is not the last.
+        if (done + 1 < phase) { return; }
         synchronize();
         begin = now_ms();
     });
@@ -635,7 +643,10 @@ static StepRun measure_model(const ModelConfig& c, const Options& o, const vecto
         };
         const bool oom = run_if_fits(row_of(c, B, T, phase), run.predicted, measure,
                                      memory_use(context.device).now);
-        if (oom) { last.all.clear(); }  // the steps before memory ran out; run.all is still empty
+        if (oom) {
+            last.all.clear();  // the steps before memory ran out; run.all is still empty
+            model = {};        // its 16-bit copies of weights have lost their place on the tape
+        }
         something_ran |= !oom;
 
         r.pass[phase] = run;
@@ -785,7 +796,7 @@ static void answer_warmup(const StepRun& run, const vector<int>& warmup, int ste
             const double mean = after_warmup(run, warmup[i], steps).pass[pass].ms.mean;
             const double difference = mean - warm.ms.mean;
             if (fabs(difference) <= noise) {
-                verdicts.push_back(strprintf("level with %d within %.2g %%", warmup[i],
+                verdicts.push_back(strprintf("level with %d within %.3g %%", warmup[i],
                                              100 * noise / warm.ms.mean));
                 continue;
             }

@@ -11,7 +11,7 @@
 // two. The rounding of s can stop the sum: when x is less than half of the last bit of s,
 // s no longer moves.
 
-constexpr int ADDITIONS = 1000;
+constexpr int ADDITIONS = 1000;  // the answers below are written for 1000 times 0.01, which is 10
 
 static float rounded(float x, DType format) {
     if (format == F16) { return fp16_to_float(float_to_fp16(x)); }
@@ -22,10 +22,10 @@ struct Accumulation {
     float sum;
     int stalled;  // after so many additions the sum did not move any more
 };
-// Runs the sum in `format` with x in `addend_format`; returns it, and when it stalled. Each sum is
-// rounded twice: to fp32's 24 significant bits, then to the p of `format`. If 24 >= 2 p + 2, that
-// gives the same as one rounding of the exact sum. p counts the leading 1 that is not stored: it is
-// 11 in fp16 and 8 in bf16.
+// Runs the sum in `format` with x in `addend_format`; returns it, and when it stalled. p is the
+// number of significant bits of `format`, with the leading 1 that is not stored: 11 in fp16, 8 in
+// bf16. A 16-bit sum is rounded twice: to fp32's 24 bits, then to p. Since 24 >= 2 p + 2, that
+// gives the same as one rounding of the exact sum.
 static Accumulation accumulate(DType format, DType addend_format) {
     float x = rounded(0.01f, addend_format), s = 0;
     int stalled = 0;

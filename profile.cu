@@ -1,9 +1,9 @@
 // profile.cu: where a step's time goes (section 1.1.4) and where its memory goes (1.1.6). It has,
 // in this order: what a trace holds, and by which names of ranges it is sorted; nsys_profile; the
-// trace files that --trace writes; memory_profiling, with the file for PyTorch's viewer. Each has
-// its measurement, then its tables and answers, then the command. lib/trace.cu says how a kernel
-// finds its range. A reader may begin with either: at its struct (ProfileRun, MemoryRun), then at
-// its command.
+// trace files that --trace writes; memory_profiling, with the file for PyTorch's viewer.
+// nsys_profile and memory_profiling each have their measurement, then tables and answers, then the
+// command. A reader may begin with either of these two: at its struct (ProfileRun, MemoryRun), then
+// at its command. lib/trace.cu says how a kernel finds its range.
 #include "cs336.h"
 
 #include <nlohmann/json.hpp>
@@ -22,8 +22,8 @@ using Json = nlohmann::json;
 //   "optimizer"                  layers.cu, around AdamW
 //   "step", "forward"            profile_phase below; model.cu. range_paths() cuts them out of the
 //                                path of a backward step
-// Whoever renames a range renames it here, too: else its share of the time becomes 0 % (a test of
-// --trace finds that).
+// Whoever renames a range renames it here, too: else its cells are empty, and the answers
+// say 0 % (a test of --trace finds that).
 
 // Takes the prefixes off the text, in their order, each if it is there.
 static string without(string text, std::initializer_list<const char*> prefixes) {
@@ -146,7 +146,7 @@ struct ProfileRun {  // of one size and length
     ModelConfig config;
     int B, T, passes;  // passes: in a trace, o.steps + 1
     ProfiledPhase forward{}, step{};
-    Stats in_trace = stats_of({NAN});  // ms of a forward; NAN: none was traced
+    Stats in_trace = stats_of({NAN});  // ms of a forward; NAN: fewer than two were traced
     string no_kernels = "";            // why none were traced
 };
 using ProfileRuns = vector<ProfileRun>;
@@ -154,7 +154,7 @@ using ProfileRuns = vector<ProfileRun>;
 // Returns the time of the trace's forwards in ms, without the first: each lasts from its first
 // kernel's start to its last one's end. NAN: fewer than two were traced.
 static Stats forward_in_trace(const Trace& trace) {
-    // By the forward's outermost range: its first work, with `end` moved to the last one's.
+    // A forward's outermost range, and a slice from its first work's start to its last work's end.
     map<int, TracedWork> forwards;
     for (const TracedWork& w : trace.work) {  // by start
         if (w.range < 0) { continue; }
@@ -201,7 +201,6 @@ static void profile_phase(ProfileRun& r, Phase phase, const Options& o, Traces& 
     };
     p.oom = run_if_fits(row_of(r.config, r.B, r.T, phase),
                         predicted_peak(r.config, r.B, r.T, phase), measure);
-    stop_tracing();  // a pass that found no memory left it on
 }
 
 static double ms_of(const ProfileRun& r, const Kernels& all) {  // per pass; NAN: there are none

@@ -60,9 +60,10 @@ static string continue_text(Model& model, const Text& text, int T, int n, uint64
     return out;
 }
 
-// Trains for o.steps steps on random windows of the text, and adds 20 to 40 of the steps to `rows`.
-// Returns false, and stops, where the loss or the norm of the gradients is not finite. In fp16 such
-// a norm only skips the step and halves the loss scale, until that is below the least.
+// Trains for o.steps steps on random windows of the text, and adds 20 to 40 of the steps, or all of
+// fewer, to `rows`. Returns false, and stops, where the loss or the norm of the gradients is not
+// finite. In fp16 such a norm only skips the step and halves the loss scale, until that is below
+// the least.
 static bool take_steps(Trainer& t, const Text& text, const Options& o, Table& rows) {
     const int T = o.context_length, rows_apart = max(1, o.steps / 20);
     std::mt19937_64 random(o.seed);

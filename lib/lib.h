@@ -198,7 +198,7 @@ int cuda_devices(string* why = nullptr);
 // stderr what it took.
 void choose_device(const string& want, int gpu = 0);
 void synchronize();  // waits for all that context.device has been given
-// "NVIDIA H200, driver 580.159, CUDA 13.0, 141 GB" | "AMD EPYC, 2 threads, OpenBLAS Zen"
+// "NVIDIA H200, driver 580.159, CUDA 13.0, 150 GB" | "AMD EPYC, 2 threads, OpenBLAS Zen"
 string device_description();
 size_t available_memory(Device d);  // bytes that could be allocated now
 // Returns how many bytes of the CPU's memory Linux, our control group and RLIMIT_AS leave. group: a
@@ -672,14 +672,15 @@ using NamedTensors = vector<pair<string, Tensor>>;
 void save_tensors(const string& path, const NamedTensors& list);
 
 // -------------------------------------------------------------------------------------------------
-// ranks.cu: several processes, each of which is a rank. If one fails, dies or stalls, all end soon
-// after the timeout, with one line that names it.
+// ranks.cu: several processes, each of which is a rank. If one fails or dies, its launcher ends all
+// at once. If one stalls, all end after about the timeout. One line names the rank or the
+// collective.
 
 struct Links;  // a rank's connections and threads
 struct Communicator {
     int rank = 0, world = 1, local_world = 1;  // local_world: how many ranks this machine has
     string backend;                            // nccl or gloo
-    shared_ptr<Links> links;                   // null: this process is the only one
+    shared_ptr<Links> links;                   // null: this is no rank, or only plans
     int local_gpus = 0;                        // that this machine's ranks see together
 };
 bool is_rank();  // whether `--nproc`, torchrun, mpirun or srun has started us, by the environment

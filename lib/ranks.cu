@@ -326,7 +326,8 @@ struct Links {
 
 static bool has_ended(const Work& work) {
 #ifdef HAVE_CUDA
-    if (work.end.event) { return cudaEventQuery(work.end.event.get()) == cudaSuccess; }
+    // An error ends it, too: the main thread meets the same error, and says which.
+    if (work.end.event) { return cudaEventQuery(work.end.event.get()) != cudaErrorNotReady; }
 #endif
     return work.finished;
 }

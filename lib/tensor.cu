@@ -1189,7 +1189,7 @@ size_t planned_peak(const Job& run) {
 
 // Runs f if it should fit. Returns 0 if it ran, else the bytes it needs: `needs` if they exceed
 // what is free by more than `held`, or if memory ran out on the way, in which case the tape is
-// cleared.
+// cleared and a trace ends.
 size_t run_if_fits(const string& row, size_t needs, const Job& f, size_t held) {
     if (needs > held && needs - held > available_memory(context.device)) { return needs; }
     progress("%s", row.c_str());
@@ -1197,6 +1197,7 @@ size_t run_if_fits(const string& row, size_t needs, const Job& f, size_t held) {
         f();
     } catch (const OutOfMemory& e) {
         clear_tape();
+        stop_tracing();
         note("%s: %s", row.c_str(), e.what());
         return max<size_t>(needs, 1);
     }

@@ -441,6 +441,8 @@ TEST_CASE("answers ddp: weights") {
     CHECK(has(answers(),
               "match: the largest difference is 0.00e+00 (naive, lm_head.weight). All ranks hold "
               "the same"));
+    checks.push_back({"flat", "ln_final.weight", NAN, NAN, 250});
+    CHECK(has(answers(), "the largest difference is nan (flat, ln_final.weight)"));
     checks[0].match = false;
     CHECK_THROWS_WITH(answers(), "the weights differ");
 }
@@ -585,6 +587,7 @@ TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
             use.peak = (size_t)(peak * MIB);
             use.peak_by[PARAMETERS] = use.peak_by[GRADIENTS] = (size_t)(7622.7 * MIB);
             use.peak_by[ACTIVATIONS] = (size_t)(6062.9 * MIB);
+            use.peak_by[WEIGHT_COPIES] = (size_t)(12.5 * MIB);
             use.peak_by[OPTIMIZER] = (size_t)(has_stepped * state * MIB);
             r.peaks.emplace_back("", use);
         }
@@ -602,7 +605,7 @@ TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
         answers(2),
         {"At the peak before the step weights take 7622.7 MiB, gradients 7622.7, activations "
          "6062.9 "
-         "and the weights' 16-bit copies ",
+         "and the weights' 16-bit copies 12.5 MiB.",
          "ours, like ZeRO's, own equal parts of one flat buffer.",
          "Unsharded, the peak is 7622.7 MiB after init, 21340.3 before the optimizer's step and "
          "30522.8 after it. Sharded, it is 7654.7, 21340.3 and 22900.1 MiB.",

@@ -76,7 +76,11 @@ TEST_CASE("profile: a trace knows nothing of the one before") {
     { Range range("new"); }
     open.reset();
     CHECK(range_paths(stop_tracing()) == vector<string>{"forward", "new"});
-    CHECK(stop_tracing().ranges.empty());  // there is none
+
+    start_tracing();
+    run_if_fits("", 0, [] { throw OutOfMemory("no memory"); });
+    { Range range("after it"); }
+    CHECK(stop_tracing().ranges.empty());  // memory ran out, which ended the trace
 }
 TEST_CASE("profile: backward's work stands where the forward recorded it") {
     begin_on(CPU);
