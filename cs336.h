@@ -119,16 +119,14 @@ struct Model {
     ModelConfig config;
     vector<Parameter> parameters;  // about in the order in which backward finishes their gradients
     Tensor weights;                // an arena; under FSDP this rank's shard
-    // null until make_gradients, make_optimizer_state; FSDP: the norms' gradients, and m and v null
-    Tensor gradients, m, v;
+    Tensor gradients, m, v;  // null until they are made; FSDP: the norms' gradients, m and v null
     Tensor embedding, ln_final, lm_head;
     vector<Layer> layers;
     // A slot is a tensor that has a Gradient: each parameter's weight, and each joined one.
     vector<Tensor> slots;
     Tensor rope;   // rope_table's
     int step = 0;  // steps of its own optimizer
-    // FSDP's hooks, else null; leaderboard also marks the head in pre_forward. Each is called
-    // before a unit's ops; pre_backward not for the head.
+    // Hooks of FSDP and leaderboard, else null: before a unit's ops; pre_backward not for the head.
     function<void(int unit)> pre_forward, pre_backward;
     shared_ptr<void> fast;  // what fast/ keeps with the model
 };
@@ -202,8 +200,7 @@ void run_phase(
 // Returns how many bytes a phase holds at most, in context's mode and precision.
 size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase);
 
-// A rank's step on the device's time line. Marks cut it into parts. The stream records them, so
-// timing a part makes nobody wait:
+// A rank's step on the device's time line, cut by marks, which the stream records without waiting:
 //   | forward | head and loss | backward          | exposed | optimizer |   compute stream
 //                             |   [all-reduce][all-reduce]  |               communication stream
 template <class Number>
@@ -229,10 +226,8 @@ struct Trainer {
     Communicator c;
     Model model;
     LossScaler scaler;
-    AdamW adamw;  // of the model's own optimizer
-    // gradients are clipped to it; 0: they are not. ddp.cu's sharded optimizer ignores it, since
-    // its norm is not the gradients'.
-    double max_norm = 0;
+    AdamW adamw;                // of the model's own optimizer
+    double max_norm = 0;        // gradients are clipped to it (0: not; sharded: never)
     int steps = 0;              // taken; the model's own are fewer where fp16 skipped some
     double loss = 0, norm = 0;  // of the last step; norm as optimizer_step returns it
     vector<StepMark> marks;     // of the last step

@@ -15,9 +15,8 @@
 #include "fast_ways.h"
 
 // -------------------------------------------------------------------------------------------------
-// Sizes
+// Sizes. main.cu's --size names them, too.
 
-// The handouts' models. main.cu's --size names them, too.
 const ModelConfigs model_sizes = {
     {"small", 768, 3072, 12, 12},        {"medium", 1024, 4096, 24, 16},
     {"large", 1280, 5120, 36, 20},       {"xl", 1600, 6400, 48, 25},
@@ -83,8 +82,7 @@ struct WeightRow {
     Shape joined_shape = {};
 };
 
-// Returns a row for each weight of the model, in the order of the arena. The rows point into the
-// model.
+// Returns a row for each weight, in the order of the arena. The rows point into the model.
 static vector<WeightRow> weight_rows(Model& model) {
     const int64_t C = model.config.d_model, F = model.config.d_ff, V = model.config.vocab_size;
     const int L = model.config.num_layers, none = -1;
@@ -261,7 +259,6 @@ static void run_block(const Model& model, const Layer& layer, FeedForward* ffn, 
 void begin_unit(const Model& model, int unit) {
     if (model.pre_forward) { model.pre_forward(unit); }
 }
-// Returns y_in, behind whose step backward calls pre_backward.
 Tensor end_unit(const Model& model, int unit, const Tensor& y_in) {
     if (!model.pre_backward) { return y_in; }
     Tensor y = y_in;
@@ -308,8 +305,7 @@ Tensor forward(Model& model, const Tensor& tokens) {
     begin_unit(model, model.config.num_layers + 1);
     return linear(y, model.lm_head);
 }
-// Runs forward and the loss; returns the loss, []. With context.head_chunk the logits exist only
-// for so many rows at a time.
+// Returns forward's loss, []. With context.head_chunk the logits exist for so many rows at a time.
 Tensor forward_to_loss(Model& model, const Batch& batch) {
     if (context.head_chunk == 0) {
         return cross_entropy(forward(model, batch.tokens), batch.targets);
@@ -362,8 +358,7 @@ Batch random_batch(int B, int T, int V, uint64_t seed) {
 void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale) {
     Range range("backward");
     backward(loss, loss_scale);
-    // The casts of mode eager's copies have left the tape, so another backward would lose their
-    // gradients; and after the last batch the weights change.
+    // Mode eager's copies have lost their casts on the tape; and weights change after a step.
     drop_weight_copies(model.slots);
 }
 // Runs forward and backward, and adds to the gradients that are there; otherwise it does what
@@ -561,8 +556,7 @@ struct StepRun {
 // Returns r with the times of the n steps that follow the first `warmup`.
 static StepRun after_warmup(StepRun r, int warmup, int n) {
     for (PassRun& p : r.pass) {
-        if (p.all.empty()) { continue; }
-        p.ms = stats_of({&p.all[warmup], &p.all[warmup] + n});  // from one address to another
+        if (!p.all.empty()) { p.ms = stats_of({&p.all[warmup], &p.all[warmup] + n}); }
     }
     return r;
 }
@@ -603,14 +597,11 @@ static vector<Sweep> sweeps_of(Options o) {
     return sweeps;
 }
 
-// Runs a phase and waits for its end; returns the ms of its last part, or of all of it where it has
-// one part.
+// Runs a phase to its end; returns the ms of its last part, or of its only one.
 static double last_part_ms(Phase phase, Model& model, const Batch& batch, LossScaler& scaler) {
     double begin = now_ms();
     run_phase(phase, model, batch, scaler, [&](Phase done) {
-        // FORWARD, FORWARD_BACKWARD and STEP have 1, 2 and 3 parts; `done` ends part done + 1. So
-        // here the next part is not the last.
-        if (done + 1 < phase) { return; }
+        if (done + 1 < phase) { return; }  // phase has phase + 1 parts: the next is not the last
         synchronize();
         begin = now_ms();
     });
@@ -951,8 +942,7 @@ int cmd_torch_compile(const Options& asked) {
     return 0;
 }
 
-// Says under which autocasts this mode's gradients differ from PyTorch's: see gradient_target
-// (lib/tensor.cu).
+// Says under which autocasts this mode's gradients differ from PyTorch's: see gradient_target.
 static void answer_gradients(const vector<Setting>& settings) {
     for (const Setting& setting : settings) {
         const StepRun& r = setting.runs[0];

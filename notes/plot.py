@@ -465,7 +465,7 @@ def roofline(name):
     axis.set_title("What bounds each part, 2.7B at 512 tokens")
     axis.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
     axis.minorticks_off()
-    save(figure, name, machine("nsys_profile"))
+    save(figure, name, machine("nsys_profile").split(";")[0])  # other outputs may be of other commits
 
 
 # ----------------------------------------------------------------------------------------------------------------------
