@@ -101,7 +101,7 @@ static void add_query(Reference& r, const AttentionTensors& t, double u, double 
         add(OF_DV, j, p[j], e * p[j], dO);
     }
     for (int j = 0; j < n; j++) {
-        const double ds = scale * p[j] * (dp[j] - Di);
+        const double ds = scale * p[j] * (dp[j] - Di);  // with the scale
         const double error = sqrt(square(e * (dp[j] - Di)) + square(u * dp[j]) + Di_error_squared);
         add(OF_DQ, i, ds, scale * p[j] * error, row(t.k, j));
         add(OF_DK, j, ds, scale * p[j] * error, q);
@@ -168,9 +168,10 @@ static ResultError error_of(const Tensor& got, const Tensor& want, const Tensor&
     const vector<double> x = to_doubles(got), y = to_doubles(want), b = to_doubles(bound);
     ResultError e;
     for (size_t i = 0; i < y.size(); i++) {
-        const double error = fabs(x[i] - y[i]);
+        const double difference = fabs(x[i] - y[i]);
+        const double error = isfinite(difference) ? difference : INFINITY;
         e.largest = max(e.largest, error);
-        e.of_bound = max(e.of_bound, isfinite(error) ? error / (b[i] + DBL_MIN) : INFINITY);
+        e.of_bound = max(e.of_bound, error / (b[i] + DBL_MIN));
     }
     return e;
 }
@@ -220,7 +221,7 @@ static int check_attention(const Options& o, const char* name, bool with_backwar
     context.device = device;
     print(table);
     if (wrong > 0) {
-        answer("", "%zu of %zu checks are WRONG.", wrong, table.rows.size());
+        answer("", "WRONG: %zu of %zu checks.", wrong, table.rows.size());
         return 1;
     }
     answer("", "All %zu checks pass: the largest error is %.2f of its bound.", table.rows.size(),
@@ -255,8 +256,8 @@ int cmd_flash_backward(const Options& o) {
 // each length from 128 to 65536 and each head size. It prints the times of the passes, and on how
 // many sizes flash is faster.
 
-// Returns a timer that takes as many runs as fill ms, at least 3, after as many as fill warmup_ms.
-// One run says how many these are: a pass takes from some microseconds to seconds.
+// Returns a timer of as many runs as fill ms (3 to 5000), after as many as fill warmup_ms (1 to
+// 5000). One run says how many these are: a pass takes from some microseconds to seconds.
 static PassTimer time_for_ms(double warmup_ms, double ms) {
     return [=](const Job& prepare, const Job& f) {
         const double once = time_queued_ms(1, 1, prepare, f)[0];

@@ -287,7 +287,8 @@ static void add_own_options(Adder& add, Options& o) {
 
     // Attention, and what comes from files
     add.flag("--causal", o.causal, "query i sees keys j <= i only");
-    set<string> impls = {"all", "auto"};
+    set<string> impls = {"auto"};
+    if (add.command.run == cmd_flash_leaderboard) { impls.insert("all"); }
     for (const AttentionImpl& impl : table_of<AttentionImpl>()) { impls.insert(impl.name); }
     add("--impl", o.impl, CLI::IsMember(impls, CLI::ignore_case),
         "which implementation of attention runs", "auto");
@@ -383,7 +384,7 @@ static bool parse_words(CLI::App& app, const vector<string>& words) {
         // Refuses 1,,2, which CLI11 takes for 1,2.
         const string list = "," + word.substr(word.find('=') + 1) + ",";
         if (list != ",," && list.find(",,") != string::npos) {
-            usage_error("%s: a word of the list is empty", word.c_str());
+            usage_error("%s: a comma has nothing before or behind it", word.c_str());
         }
     }
 
@@ -473,8 +474,8 @@ static int cmd_list(const Options&) {
 }
 
 // Returns whether `text` is what a program of this commit prints on this device, at these sizes and
-// in this format. Where the commit is unknown or dirty, no text is. On a GPU no text of the CPU is,
-// so its problem runs again.
+// in this format. Where the commit is unknown or dirty, no text is. On a GPU a text that the CPU
+// printed is not: that problem runs again.
 static bool is_as_now(const string& text, const string& of_commit, bool quick) {
     if (of_commit == "unknown" || text.find("dirty") != string::npos) { return false; }
     auto has = [&](const string& part) { return text.find(part) != string::npos; };

@@ -130,7 +130,7 @@ int cmd_train(const Options& o) {
         fail("step %d: a loss or a gradient is not finite; a smaller --lr may help", t.steps);
     }
     answer("",
-           "By step %d the held-out loss goes from %.4f to %.4f nats per byte; at most %.0f MiB "
+           "By step %d the held-out loss goes from %.4f to %.4f nats per byte; at most %.3g MiB "
            "are held.",
            t.steps, before, after, mib_of(memory_use(context.device).peak));
     if (o.sample > 0) {
@@ -204,7 +204,7 @@ static Model read_model(const Options& o) {
         copy_or_add(detached(p.weight), tensor_from_file(from), false);
         known.insert(p.name);
     }
-    require_no_others(file, known, strprintf("one of a model of %d layers", c.num_layers));
+    require_no_others(file, known, "one of a model of " + counted(c.num_layers, "layer"));
     return model;
 }
 

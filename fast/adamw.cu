@@ -1,6 +1,6 @@
 // fast/adamw.cu: weights that bf16 products need not cast, and AdamW for many tensors in one
-// launch. First come split weights: how they are converted, kept and restored. Then
-// come the kernel, its launch, and the CPU's loop.
+// launch. First come split weights: how they are converted, kept and restored. Then the kernel, its
+// launch, and the CPU's loop.
 //
 // Split weights. bf16 is the upper half of fp32, so the weights that AdamW updates in fp32 and
 // those that bf16 products take need 4 bytes together, not 6, and no cast: a part's place in the
@@ -200,7 +200,7 @@ __global__ void adamw_kernel(Updates all, P* p_all, P* m_all, P* v_all, AdamWSca
     }
 }
 // Updates the weights of all gradients, whose type is G, by as few launches as their number allows.
-// A launch takes 16 bytes at a time if every tensor in it begins and ends at a multiple of that.
+// A launch takes W elements at a time, if every tensor in it begins and ends at a multiple of W.
 template <bool split, class P, class G>
 static void launch(const FlatGradients& gradients, const Tensor& p, const Tensor& m,
                    const Tensor& v, AdamWScalars s) {

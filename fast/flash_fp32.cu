@@ -18,7 +18,8 @@
 
 #ifdef HAVE_CUDA
 
-// A block of a T4 has 64 KB, less than backward needs. For it the kernels have no body.
+// A block of a T4 has 64 KB, less than backward needs from D 64 on. For it the kernels have no
+// body.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #define FP32_RUNS
 #endif

@@ -546,7 +546,8 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
         };
 
         int whole = min(a.Tk, a.causal ? first + 1 : a.Tk) / Bk;
-        int masked_end = max(q.k_tiles - whole, 1);  // then all queries here see all keys
+        // from this tile on all queries here see all keys
+        int masked_end = max(q.k_tiles - whole, 1);
         auto key = [&](int from_end) { return (q.k_tiles - 1 - from_end) * Bk + lane % 4 * 2; };
         scores();
         wgmma_wait<0>(s);
@@ -999,9 +1000,9 @@ struct BackwardConsumer {
             stmatrix_x4_transposed(ds_tile + query * SLAB_ROW + (chunk ^ lane % 8) * 16, ds[k]);
         }
     }
-    // One thread gives a stage back for its warpgroup: the four warps do their products together,
-    // and have read L and D, which q_empty gives back, too, before the barrier_sync in await_ds()
-    // or await_ds_back(), where all 128 threads meet.
+    // One thread gives a stage back for its warpgroup. The four warps' products have ended
+    // together. Their reads of L and D, which q_empty gives back, ended before the barrier_sync in
+    // await_ds() or await_ds_back(), where all 128 threads met.
     DEVICE void release(int stage) {
         if (t == 0) {
             mbarrier_arrive(&bars.dO_empty[stage]);
@@ -1125,7 +1126,8 @@ DEVICE void backward_consumer(const AttentionArgs& a, const BackwardWorkspace& w
         if (Bq == 128) { consumer.give_back_ds(-2); }
     }
 
-    // Causal: the first tiles hold queries that do not see all of this warpgroup's keys.
+    // Masked: all tiles if these keys pass Tk; causal, the first, whose queries do not see all
+    // keys.
     int masked_end = end;
     if (first + 64 <= a.Tk) {
         masked_end = a.causal ? min(end, (first + 63 + Bq - 1) / Bq - tile.begin) : 0;

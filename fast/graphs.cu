@@ -70,8 +70,7 @@ struct StepPlaces : Places {
     }
 };
 
-// counts the launches of this process, for tests: two for each captured step, one for a forward
-// alone
+// Counts this process's launches, for tests: two for each step by graphs, one for a forward alone.
 int graph_launches = 0;
 
 #ifdef HAVE_CUDA
@@ -139,7 +138,7 @@ static StepGraphs* graphs_or(Model& model, const string& kind, const Shape& toke
     if (!g || g->kind != kind) {
         start_cublas();  // whose workspace is no part of the step
         auto rehearsal = make_shared<StepGraphs>();
-        model.fast = nullptr;  // its block goes before the new step needs the room
+        model.fast = nullptr;  // its block goes, unless gradients still lie in it
         allocate_in(rehearsal->places, by_launches);
         rehearsal->bytes = rehearsal->places->plan();
         rehearsal->kind = kind;

@@ -5,7 +5,7 @@
 // result takes as long as the link to the host needs for its bytes, and runs beside the kernels. In
 // the 8.1B step a block's forward takes 34 ms. SwiGLU's [a|b] has 1.44 GB, some 30 ms of the link,
 // and costs 9 ms of products; attention's outputs have 0.27 GB, 6 ms, and cost 16 ms. With blocks:N
-// all blocks keep [a|b], and the N that run again as a whole attention's outputs, too.
+// all blocks keep [a|b]; those N that run again whole keep attention's outputs, too.
 //
 // All copies have one stream, in which they follow each other. So host memory that backward has
 // read from may be filled again at once.

@@ -23,7 +23,7 @@ HD inline void store_pack(T* to, const Pack<T, W>& pack) {
 // lib/device.cu: of the current device, or of an H100 where META plans for a GPU and none is here.
 int multiprocessors();
 int compute_capability();  // 75 for 7.5
-// The most that a block can have: 99 KB on compute capability 8.6, 8.9 and 12.0, A100 163, H100 227
+// The most that a block can have: 99 KB on 8.6, 8.9 and 12.0, A100 163, H100 227; 0 without a card
 size_t shared_memory_per_block();
 // Returns the compute capability (80, 90, ...) of the code that this card runs for a kernel; 0
 // without a card or code for it.
@@ -182,8 +182,8 @@ __device__ void mma(float (&upper)[2], float (&lower)[2], const uint32_t (&a)[4]
 }
 #endif
 
-// Runs op_cpu(arguments), or op_kernel with the same arguments, so many blocks, and the file's
-// ROW_THREADS in each.
+// Runs op_cpu(arguments) on the CPU, else op_kernel(arguments) in so many blocks of the file's
+// ROW_THREADS. The caller has returned on META.
 #define RUN(op, device, blocks, ...)                               \
     do {                                                           \
         if (device == CPU) {                                       \

@@ -261,7 +261,7 @@ const MemoryUse& memory_use(Device device);
 void reset_peak(Device device);  // to what is in use now
 
 // An entry in the log of a device's memory. While the log is on, each allocation waits for the GPU,
-// so the times are the GPU's own.
+// so its time is the GPU's own; a free's may be early.
 struct MemoryEvent {
     double ms;      // since start_memory_log
     bool is_alloc;  // false: a free
@@ -370,8 +370,8 @@ Trace stop_tracing();  // waits for the device, and returns what ran since start
 inline double to_gib(double bytes) { return bytes / (1 << 30); }
 string oom_cell(size_t bytes);  // "OOM (61.2 GiB)": what did not fit
 
-// Returns a table's cell: a number with four digits ("" for NAN), a name, or text as it is. A
-// column that needs other digits hands over text.
+// Returns a table's cell: a float with four digits ("" for NAN), an integer or a text as it is, or
+// a name. A column that needs other digits hands over text.
 template <class T>
 string to_cell(const T& x) {
     if constexpr (std::is_enum_v<T>) {
@@ -556,8 +556,8 @@ void backward_from(const Tensor& y, const Tensor& dy);  // the same, from any y 
 void clear_tape();
 using UnaryOp = Tensor(const Tensor& a);  // exp, log, ...; function<UnaryOp> also holds a lambda
 // Gradient checkpointing (Chen et al., 2016): returns f(x), and keeps nothing but x for backward,
-// which runs f again and records it then. f may use no tensor with a gradient but x and parameters.
-// It may itself call checkpoint().
+// which runs f again and records it then. f may use no tensor with a gradient but x, and parameters
+// that only f uses. It may itself call checkpoint().
 Tensor checkpoint(const function<UnaryOp>& f, const Tensor& x);
 
 // These work in place and record nothing.
@@ -615,8 +615,8 @@ Tensor checkpoint_linear(const function<UnaryOp>& f, const Tensor& x, const Tens
 // casts nothing.
 void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b,
           double alpha = 1, double beta = 0);
-// Says whether gemm multiplies fp32 copies: it does on the CPU, and of bf16 on a card that has none
-// (before the A100).
+// Says whether gemm multiplies fp32 copies: on the CPU of all but F64, and of bf16 on a card that
+// has none (before the A100).
 bool multiplies_copies(Device device, DType dtype);
 // g += alpha op(a) op(b); without g it does nothing.
 void add_gemm(const GradientPtr& g, const Tensor& a, bool transpose_a, const Tensor& b,
@@ -742,5 +742,5 @@ WorkPtr all_gather(const Communicator& c, const Tensor& t, const Tensor& own = T
 void wait(const Communicator& c, const WorkPtr& work);
 void barrier(const Communicator& c);  // the host waits for all ranks and their devices
 // Returns what every rank has passed as its text. It goes through the ranks' folder, not through
-// the backend. It waits for a rank as long as that shows life, so it is a barrier, too.
+// the backend. It waits for all, so it is a barrier, too: for each as long as that shows life.
 vector<string> gather_text(const Communicator& c, const string& text);

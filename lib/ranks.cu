@@ -276,7 +276,7 @@ vector<string> gather_text(const Communicator& c, const string& text) {
             life_before = life;
             if (waited_ms > 1e3 * limit_s) {
                 fail("rank %d of %d %s %s within %g s (all ranks need one folder: %s)", r, c.world,
-                     life.empty() ? "did not come to" : "shows no life in", folder_of_ranks.c_str(),
+                     gathers == 1 ? "did not come to" : "shows no life in", folder_of_ranks.c_str(),
                      limit_s, RENDEZVOUS);
             }
             usleep(1000);
@@ -505,7 +505,7 @@ static void choose_device_and_backend(Communicator& c, const string& device,
     c.backend = gather_text(c, backend == "auto" ? by_default : backend)[0];
 
     const bool nccl = c.backend == "nccl";
-    if (c.rank == 0 && device == "auto" && !nccl && !why.empty()) {
+    if (c.rank == 0 && device == "auto" && backend == "auto" && !why.empty()) {
         note("took gloo, on the CPU (%s)", why.c_str());
     }
     const string backends_own = nccl ? "cuda" : "cpu";

@@ -95,9 +95,12 @@ static void check_layout(const SafeTensors& file, const char* data, size_t data_
 }
 
 // Returns the header's JSON. Deep nesting is refused while it is parsed, since later code, such as
-// dump(), would follow it by calls of calls and run out of stack.
+// dump(), would follow it by calls of calls and run out of stack. So is a name that is there twice,
+// of which json would keep the last entry alone.
 static json parse_header(const string& path, const string& text) {
-    auto watch = [&](int depth, json::parse_event_t, json&) {
+    size_t names = 0;
+    auto watch = [&](int depth, json::parse_event_t event, json&) {
+        if (depth == 1 && event == json::parse_event_t::key) { names++; }
         if (depth > 3) {
             fail("%s: header: expected no more than three levels of nesting", path.c_str());
         }
@@ -105,6 +108,7 @@ static json parse_header(const string& path, const string& text) {
     };
     json header = json::parse(text, watch, false);
     if (!header.is_object()) { fail("%s: header: expected a JSON object", path.c_str()); }
+    if (names != header.size()) { fail("%s: header: a name is there twice", path.c_str()); }
     return header;
 }
 
@@ -184,7 +188,7 @@ const FileTensor& require_tensor(const SafeTensors& file, const string& name, co
         for (int64_t d : shape) { sizes.push_back(d == -1 ? "any" : to_string(d)); }
         fail("%s: expected %s [%s], found %s %s", where.c_str(),
              join({dtypes.begin(), dtypes.end()}, " or ").c_str(), join(sizes, ", ").c_str(),
-             t.dtype.c_str(), to_string(t.shape).c_str());
+             t.dtype.c_str(), shown(t.shape).c_str());
     }
     return t;
 }

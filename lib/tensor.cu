@@ -131,8 +131,7 @@ HD auto with_elements(const char* data, DType t, const F& f) {
     }
     return f((uint8_t*)data);
 }
-// Reads element i, whatever its dtype, as the type A that arithmetic runs in: float, or double for
-// F64 tensors (on the CPU only).
+// Reads element i, whatever its dtype, as an A, the type that arithmetic runs in: float or double.
 template <class A>
 HD A load(const char* data, DType t, int64_t i) {
     return with_elements(data, t, [&](auto* elements) { return (A)elements[i]; });
@@ -247,8 +246,8 @@ HD void philox(uint32_t out[4], uint64_t seed, uint64_t key, uint64_t i) {
 }
 
 // Returns the i-th number of the stream: the sum of eight uniform 16-bit numbers, centred and
-// scaled to this mean and deviation. The sum is an integer and the rest is one rounding, so every
-// machine gets the same bits; a formula with log and cos would not give them.
+// scaled to this mean and deviation. The sum is an integer, and each of the two roundings after it
+// is IEEE's, so every machine gets the same bits; a formula with log and cos would not give them.
 HD inline float normal(uint64_t seed, uint64_t key, uint64_t i, float mean, float std) {
     uint32_t r[4];
     philox(r, seed, key, i);
@@ -348,8 +347,8 @@ void record(Tensor& y, const vector<Tensor>& inputs, function<void(const Tensor&
 }
 
 // Sums dx over the dimensions in which `shape` is 1 or missing: the transpose of broadcasting. It
-// can sum over the last dimension and the first ones. It fails where `shape` has a 1 elsewhere, as
-// in [4,1,8].
+// can sum over the last dimension and the first ones. It fails where it would have to sum over
+// another one, as from [4,5,8] to [4,1,8].
 static Tensor sum_to(const Tensor& dx, const Shape& shape);
 
 // Adds dx, summed to g's shape and cast to its dtype. The first dx is not copied: g shares its
@@ -423,8 +422,8 @@ void backward_from(const Tensor& y, const Tensor& dy) {
         TapeStep step = move(tape.back());
         tape.pop_back();
         Range range(step.range_name, step.range);
-        Tensor d = move(step.output->value);
-        step.output->value = Tensor();
+        Tensor d;
+        std::swap(d, step.output->value);
         try {
             if (d) { step.backward(d); }  // null: its output did not lead to y
             for (const GradientPtr& g : step.inputs) {
@@ -1026,8 +1025,8 @@ Tensor sum_last(const Tensor& a) { return sum_times(fp32_operand(a), 1); }
 Tensor mean_last(const Tensor& a) { return sum_times(a, 1.0 / a.dim(-1)); }
 Tensor mean_all(const Tensor& a) { return reshape(mean_last(reshape(a, {a.size()})), {}); }
 
-// index = the first column of each row of x [...,C] that holds the row's maximum y. Where y is
-// NaN it is meaningless.
+// index = the first column of each row of x [...,C] that holds the row's maximum y. Where y is NaN:
+// C on the GPU, C - 1 on the CPU.
 static void argmax_last(const Tensor& index, const Tensor& x, const Tensor& y) {
     int64_t R = y.size(), C = x.dim(-1);
     if (y.device() == CUDA && R > 0) {

@@ -231,7 +231,7 @@ Trace stop_tracing() {
 }
 
 // Returns a number that Range() takes as recorded_in. It counts over all traces, so it is no index
-// in Trace::ranges; and a range that has been open since an earlier trace has one, too.
+// in Trace::ranges; it may be of an earlier trace's range, which in_this_trace() knows.
 int innermost_traced_range() { return tracing ? innermost_traced : -1; }
 
 // -------------------------------------------------------------------------------------------------

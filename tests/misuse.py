@@ -27,9 +27,9 @@ benchmarking_script --steps ''                             | --steps: got , take
 benchmarking_script --steps 1,2                            | --steps: got 1,2, takes a whole number from
 benchmarking_script --steps 18446744073709551617           | --steps: got 18446744073709551617, takes a whole number from
 benchmarking_script --precision fp32 bf16                   | bf16: no such option; --help lists them, and a list takes commas
-benchmarking_script --warmup 1,,2                          | 1,,2: a word of the list is empty
-benchmarking_script --warmup=1,2,                          | 1,2,: a word of the list is empty
-benchmarking_script --size ,                               | ,: a word of the list is empty
+benchmarking_script --warmup 1,,2                          | 1,,2: a comma has nothing before or behind it
+benchmarking_script --warmup=1,2,                          | 1,2,: a comma has nothing before or behind it
+benchmarking_script --size ,                               | ,: a comma has nothing before or behind it
 benchmarking_script --seed 1.5                             | --seed: got 1.5, takes a whole number from
 fsdp_calcs --tokens 2147483648                             | --tokens: got 2147483648, takes a whole number from 1 to 2147483647
 benchmarking_script --steps 1 --steps 2                    | --steps
@@ -52,6 +52,7 @@ nsys_profile --trace tests                                 | --trace: tests: can
 flash_leaderboard --d_model 1024 --num_heads 3             | --d_model 1024: takes 16, 32, 64, 80 or 128 times
 flash_leaderboard --d_model 272 --num_heads 16             | --d_model 272: takes 16, 32, 64, 80 or 128 times
 flash_leaderboard --impl none                              | --impl: none not in {all,auto,
+attention --inputs README.md --out o --impl all            | --impl: all not in {auto,
 benchmarking_script --warmup 0,1,0                         | --warmup: takes each value once
 naive_ddp --nproc 0                                        | --nproc: got 0, takes a whole number from
 naive_ddp --backend mpi                                    | --backend: mpi not in {auto,nccl,gloo}

@@ -511,6 +511,13 @@ TEST_CASE("flash: the bounds tell each usual mistake from rounding, in every typ
         }
     }
 }
+TEST_CASE("flash: a number that is not finite is infinitely far, and stays the largest") {
+    begin_on(CPU);
+    const Tensor want = from_floats({0, 1}, {2});
+    const ResultError e = error_of(from_floats({NAN, 1.5f}, {2}), want, want);
+    CHECK(e.largest == INFINITY);
+    CHECK(e.of_bound == INFINITY);
+}
 TEST_CASE("flash: a WRONG row fails flash_forward and flash_backward, and leaves their answers") {
     begin<OnCPU>();
     const std::list<AttentionImpl> all = table_of<AttentionImpl>();
@@ -530,7 +537,7 @@ TEST_CASE("flash: a WRONG row fails flash_forward and flash_backward, and leaves
         CHECK(exit_code == 1);
         CHECK(has(text,
                   with_backward ? "Flash's backward computes P again" : "**(c)** A masked score"));
-        CHECK(has(text, "24 of 80 checks are WRONG."));
+        CHECK(has(text, "WRONG: 24 of 80 checks."));
         CHECK(!has(text, "checks pass"));
         const vector<string> rows = column(text, "implementation"), status = column(text, "status");
         for (size_t i = 0; i < rows.size(); i++) {
