@@ -47,8 +47,8 @@ static Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v,
         Range r("softmax");
         Tensor m = max_last(s);
         s = sub(s, m);
-        Tensor e = exp(s);
-        Tensor sum = sum_last(e);  // in fp32 under autocast
+        Tensor e = exp(s);  // under autocast in fp32, and so are sum and p
+        Tensor sum = sum_last(e);
         p = div(e, sum);
         if (L) { *L = reshape(add(detached(m), log(detached(sum))), shape_of_L(q)); }
     }

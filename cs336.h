@@ -227,7 +227,7 @@ struct Trainer {
     Model model;
     LossScaler scaler;
     AdamW adamw;                // of the model's own optimizer
-    double max_norm = 0;        // gradients are clipped to it (0: not; sharded: never)
+    double max_norm = 0;        // gradients are clipped to it (0: not; with `sharded`: not read)
     int steps = 0;              // taken; the model's own are fewer where fp16 skipped some
     double loss = 0, norm = 0;  // of the last step; norm as optimizer_step returns it
     vector<StepMark> marks;     // of the last step

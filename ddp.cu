@@ -99,7 +99,7 @@ static void gradient_is_ready(DataParallel& parallel, int64_t begin, int64_t end
     }
 }
 
-// Makes the model's gradients call gradient_is_ready, but for NO_SYNC, and returns the state that
+// Makes the model's gradients call gradient_is_ready (not NO_SYNC's), and returns the state that
 // these calls change. First it sends rank 0's weights to all. bucket_mb: BUCKETED's cap.
 static shared_ptr<DataParallel> data_parallel(const Communicator& c, Strategy strategy,
                                               double bucket_mb, const Model& model) {
@@ -132,8 +132,8 @@ static void reset_buckets(DataParallel& d) {  // before each step
     for (const Parameter& parameter : d.parameters) { d.missing.insert(parameter.offset); }
 }
 
-// Starts, after backward, the all-reduces that have not gone yet, and makes the compute stream wait
-// until all gradients are averages.
+// After backward: zeroes what backward has not reached, starts the all-reduces that have not gone
+// yet, and makes the compute stream wait until all gradients are averages.
 static void finish_gradient_synchronization(DataParallel& parallel) {
     if (parallel.strategy == NO_SYNC) { return; }
     Range range("synchronize gradients");
@@ -248,9 +248,10 @@ static void attach(Trainer& trainer, Sharding sharding) {
     trainer.sharded->sharding = sharding;
     if (sharding != UNSHARDED) { trainer.sharded->c = trainer.c; }
     trainer.step_optimizer = [](Trainer& t) {
-        // max_norm is 0, so guarded_step asks for the norm in fp16 alone. It skips the step if any
-        // rank's gradients hold inf or NaN. Only that has to be right. The norm's value is wrong:
-        // FLAT's gradients are equal averages, and this sum counts them once per rank.
+        // t.max_norm is not read: guarded_step gets 0, asks for the norm in fp16 alone, and skips
+        // the step if any rank's gradients hold inf or NaN. Only that has to be right. The norm's
+        // value is wrong, so nothing may be clipped to it: FLAT's gradients are equal averages, and
+        // this sum counts them once per rank.
         auto norm = [&] { return norm_over_ranks(t.c, pow(gradient_norm(t.model), 2)); };
         return guarded_step(t.scaler, 0, norm, [&](float gradient_scale) {
             step_parameter_groups(*t.sharded, gradient_scale);
@@ -568,7 +569,7 @@ void run_way(WayRun& way, const Communicator& c, const Options& options, const M
     if (c.world > 1) {
         run();  // where one rank finds no memory, the others cannot go on
     } else {
-        // It was checked above. With held = needs run_if_fits only catches OutOfMemory.
+        // Whether it fits was checked above. `held` is `needs`, so this only catches OutOfMemory.
         way.oom = run_if_fits(way.name, way.predicted, run, way.predicted) > 0;
     }
     if (fast_ways.free_shared) { fast_ways.free_shared(c); }
@@ -839,7 +840,7 @@ static void answer_ddp_bucketed_benchmarking(const DdpRuns& runs) {
 // -------------------------------------------------------------------------------------------------
 // The commands that benchmark
 
-// Joins neighbouring caps that cut the same buckets into one way, with both names.
+// Neighbouring caps that cut the same buckets become one way, which has both names.
 static void join_equal_caps(const ModelConfig& config, DdpRuns& runs) {
     const Model planned = lay_out_model(config);
     DdpRuns joined;
@@ -895,8 +896,8 @@ int cmd_ddp_bucketed_benchmarking(const Options& o) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// optimizer_state_sharding_accounting: peak memory in three stretches of a first step; the time of
-// later ones
+// optimizer_state_sharding_accounting: the peaks of memory up to three moments (after init, before
+// and after the first optimizer step); the time of later steps
 
 enum Moment { AFTER_INIT, BEFORE_STEP, AFTER_STEP };
 struct ShardingRun : WayRun {
@@ -905,7 +906,7 @@ struct ShardingRun : WayRun {
     vector<pair<const char*, MemoryUse>> peaks{};
 };
 
-// Times an optimizer's steps and notes the three peaks of the first one: note_peak runs in `make`,
+// Times an optimizer's steps and notes the peaks up to the three moments: note_peak runs in `make`,
 // in the wrapped optimizer, and after the first step.
 static void run_sharded(const Communicator& c, const Options& options, const ModelConfig& config,
                         ShardingRun& run) {
@@ -925,7 +926,7 @@ static void run_sharded(const Communicator& c, const Options& options, const Mod
         return sharded_trainer(c, model, run.sharding);
     };
     // run_way calls this before the first step and after each one. Before the first it wraps the
-    // optimizer, so that a note comes right before the optimizer's first step.
+    // optimizer, so that a note comes right before its first step, which allocates the moments.
     run_way(run, c, options, make, [&](Trainer& trainer) {
         if (trainer.steps == 1) { note_peak("after step"); }
         if (trainer.steps > 0) { return; }

@@ -6,7 +6,9 @@
 #include "cs336.h"
 
 // Starts o.nproc ranks with the same command line, and waits for them. In a rank: joins the others,
-// and calls f. Returns the exit code.
+// and calls f. Returns the exit code. If a rank dies, or is stopped for 0.8 of --timeout, the
+// launcher kills the rest and says which. If a collective takes longer, a waiting rank ends the
+// run.
 inline int run_ranks(const Options& o, const function<void(const Communicator&)>& f) {
     if (!is_rank()) { return launch_ranks(o.nproc, o.command_line, o.timeout); }
     return join_ranks(o.has("nproc") ? o.nproc : 0, o.device, o.backend, o.timeout, f);
@@ -35,7 +37,8 @@ size_t room_of_each_rank(const Communicator& c, Device device = context.device);
 // ddp.cu: data parallel training. Every rank has the same weights and its own part of the batch;
 // gradients are averaged over the ranks.
 
-// Runs stand in this order. BUCKETED is the last, since it has a run for each cap.
+// The benchmarks find their runs by these numbers: runs[NAIVE]. So each list of ways is in this
+// order, without a gap. BUCKETED is last: it has a run for each cap.
 enum Strategy { NO_SYNC, NAIVE, FLAT, OVERLAPPED, BUCKETED };
 const char* name_of(Strategy s);
 // Returns a trainer whose gradients are averages before its optimizer steps (NO_SYNC: are this

@@ -1,7 +1,7 @@
 // flash.cu: section 1.3.2 of the handout. Attention by tiles, FlashAttention-2: thirteen steps;
 // `tiled`, the steps in plain C++; `flash_v1`, the steps as the simplest kernels; `flash_v2`, the
-// same on tensor cores; and the table of implementations, which faster kernels enter from fast/.
-// Read the steps first, then tiled's forward, then flash_v1's and flash_v2's beside it. The
+// same on tensor cores; and the table of implementations: which card takes which, fast/'s among
+// them. Read the steps first, then tiled's forward, then flash_v1's and flash_v2's beside it. The
 // section's commands are in flash_commands.cu.
 #include "attention.h"
 #include "fast_ways.h"
@@ -119,11 +119,11 @@ static void flash_forward_tile_cpu(AttentionArgs a, int head, int q0) {
             float sum = 0;
             for (int j = 0; j < N; j++) {  // step 3
                 s[j] = exp(s[j] - larger);
-                sum += s[j];
+                sum += s[j];  // step 4's rowsum
             }
-            const float shrink = exp(m[i] - larger);
-            l[i] = l[i] * shrink + sum;    // step 4
-            for (int d = 0; d < D; d++) {  // step 5
+            const float shrink = exp(m[i] - larger);  // step 3
+            l[i] = l[i] * shrink + sum;               // step 4
+            for (int d = 0; d < D; d++) {             // step 5
                 O[i * D + d] *= shrink;
             }
             m[i] = larger;
@@ -345,10 +345,10 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_forward_kernel(Atte
         float s = seen ? a.scale * dot : -INFINITY;  // step 1
         float larger = fmaxf(m, warp_max(s));        // step 2: m'
         float p = expf(s - larger);                  // step 3
-        float shrink = expf(m - larger);
-        l = shrink * l + warp_sum(p);  // step 4
-        for (float& o : O) { o *= shrink; }
-        v1_add_rows(O, p, V, D);  // step 5
+        float shrink = expf(m - larger);             // step 3
+        l = shrink * l + warp_sum(p);                // step 4
+        for (float& o : O) { o *= shrink; }          // step 5
+        v1_add_rows(O, p, V, D);                     // step 5
         m = larger;
     }
 
@@ -905,12 +905,12 @@ static bool flash_v1_takes(DType, int64_t D) { return flash_head_size(D); }
 // -------------------------------------------------------------------------------------------------
 // 1.3.2, the table of implementations: dispatch, commands, benchmarks and tests walk it. With those
 // of attention.cu and of fast/ its rows are, by rung:
-//   rung  name        takes                              file
-//   30    tiled       the CPU, fp32                      flash.cu
-//   30    flash_v1    every card, every type             flash.cu
-//   40    flash_v2    bf16 from sm_80, fp16 from sm_75   flash.cu
-//   50    flash_fp32  fp32 from sm_80                    fast/flash_fp32.cu
-//   60    hopper      bf16 on sm_90                      fast/flash_hopper.cu
+//   rung  name        takes                                              file
+//   30    tiled       the CPU, fp32                                      flash.cu
+//   30    flash_v1    every card, every type; in mode flash not fp16     flash.cu
+//   40    flash_v2    bf16 from sm_80, fp16 from sm_75 (there not D 128)  flash.cu
+//   50    flash_fp32  fp32 from sm_80                                    fast/flash_fp32.cu
+//   60    hopper      bf16 on sm_90                                      fast/flash_hopper.cu
 
 static bool only_fp32(DType t, int64_t) { return t == F32; }
 bool flash_head_size(int64_t D) { return D == 16 || D == 32 || D == 64 || D == 80 || D == 128; }

@@ -56,8 +56,8 @@ struct Fsdp {
     // kept. So the step must have one backward, and need no norm before (clipping, fp16's loss
     // scale). fsdp_optimizer_step still follows: it steps the RMSNorms' weights.
     bool steps_in_backward = false;
-    // The unit that backward has come to. In forward it is the number of units, and from the head
-    // on the head. start_reduce has run for every unit above it.
+    // The unit that backward has come to; until forward comes to the head, the number of units.
+    // start_reduce has run for every unit above it.
     int reached = 0;
     int reducing = -1;  // the unit whose reduce-scatter is under way; -1: none
     WorkPtr reduce;
@@ -290,7 +290,7 @@ static void begin_fsdp_step(Fsdp& f) {
     if (f.steps_in_backward) { begin_adamw_step(f.shard, f.shard.weights); }
 }
 
-// Ends each backward: the own gradients then are averages, or sums of averages.
+// Ends each backward: own gradients then are averages, or sums of them, or already stepped.
 static void finish_backward(Fsdp& fsdp) {
     Range range("synchronize gradients");
     start_reduce(fsdp, 0);
@@ -643,7 +643,7 @@ int cmd_fsdp_accounting(const Options& typed) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// The 2026 handout's leaderboard: one training step of an 8.1B model on 32,768 tokens, all in bf16.
+// The 2026 handout's leaderboard: a bf16 step of an 8.1B model on two sequences of 32,768 tokens.
 
 struct LeaderboardRun : WayRun {
     int world = 1;
@@ -652,9 +652,9 @@ struct LeaderboardRun : WayRun {
     double tflops() const { return flops / ms.total.mean / 1e9; }  // per second, of all ranks
 };
 
-// Returns the FLOPs of a step, without what runs again. Forward has a product for each weight and
-// backward two; of attention's scores the causal half is needed, by two products in forward and
-// five in backward.
+// Returns the FLOPs of a step, without what checkpoints run again. Forward has a product for each
+// weight and backward two; of attention's scores the causal half counts, in two products in forward
+// and five in backward (one makes the scores again).
 static double step_flops(const ModelConfig& config, double B, double T) {
     const double C = config.d_model, F = config.d_ff, L = config.num_layers;
     // the embedding is a look-up
@@ -662,8 +662,8 @@ static double step_flops(const ModelConfig& config, double B, double T) {
     return 6 * B * T * weights + 7 * B * T * T * C * L;
 }
 
-// Returns a function that makes the step's trainer. A step takes its sequences one by one, a
-// backward each.
+// Returns a function that makes the step's trainer. leaderboard() has it take its sequences one by
+// one, a backward each.
 static MakeTrainer trainer_of(const Options& options) {
     return [&options, config = configs_of(options)[0]](const Communicator& c) {
         if (c.world > 1) { return fsdp_trainer(c, config, options.seed); }
@@ -683,8 +683,8 @@ static MakeTrainer trainer_of(const Options& options) {
 //   3. as 1, and all feed-forwards, and n blocks whole (24 ms more)
 // With results in host memory (fast_ways.h) 2 and 3 cost less. The peak falls nearly in a straight
 // line with n. So two plans, for n = 0 and for all blocks, give an estimate of n, which grows until
-// its own plan fits. peak_with also sets the context: a return leaves the plan that was asked for
-// last.
+// its own plan fits or it is all blocks. If nothing has to run again, that is the plan. peak_with
+// sets the context: an early return leaves its last plan there, the end the n that was found.
 static void choose_what_runs_again(const Options& options, int world, double room) {
     auto peak_with = [&](bool recompute, const Checkpointing& checkpoint) {
         context.recompute = recompute;

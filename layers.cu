@@ -22,8 +22,9 @@
 //   META                      a device without data: a run on it only counts memory
 //
 // T is the compute type (under autocast bf16 or fp16), X the type of the residual stream x and of
-// the norms' weights: bf16 in pure_bf16, else fp32. Arithmetic is fp32: Wide<T>, which is double
-// where tests compute in float64. Sums are fp32 on the GPU and double on the CPU.
+// the norms' weights: bf16 in pure_bf16, else Wide<T>. Arithmetic is in Wide<T>: fp32, or double
+// where tests compute in float64. Sums are fp32 on the GPU and double on the CPU. linear() and the
+// casts of its operands are in lib/matmul.cu.
 #include "fast_ways.h"
 #include "lib/gpu.h"
 
@@ -42,7 +43,7 @@
 // and on the GPU, with a block for each of N rows,
 //   op_kernel<<<N, ROW_THREADS, 0, stream()>>>((float*)y.data, (float*)x.data, N, C);
 
-// Threads per block, and per block of one row or column. RUN (lib/gpu.h) launches ROW_THREADS.
+// Of a block: THREADS, but ROW_THREADS where a block has one row or column. RUN launches those.
 constexpr int THREADS = 256, ROW_THREADS = 512;
 
 // Runs f(zero, x_zero). zero has the type T of t's dtype, x_zero the type X of x's dtype; nobody
@@ -265,7 +266,7 @@ static void rmsnorm_backward(const Tensor& dx, bool add_dx, const Tensor& dx_low
 // pointer dx_low: y's step puts the copy there, and x's step takes it away.
 //
 // With context.recompute linear() does not keep y: its backward makes y again from x, which y's
-// step keeps anyway. That call has no delta, so it leaves `same` as it is.
+// step keeps anyway. The call below passes no delta, so it leaves `same` what x is.
 static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor& w, float eps) {
     Range range("rmsnorm");
     Tensor x_in = *x_io;

@@ -15,7 +15,7 @@
 #include "fast_ways.h"
 
 // -------------------------------------------------------------------------------------------------
-// Sizes. main.cu's --size names them, too.
+// Sizes: d_model, d_ff, num_layers, num_heads. --size in main.cu has a list of the names, too.
 
 const ModelConfigs model_sizes = {
     {"small", 768, 3072, 12, 12},        {"medium", 1024, 4096, 24, 16},
@@ -34,9 +34,8 @@ void check_config(const ModelConfig& c) {
     }
 }
 
-// Returns the sizes that the options name, checked: the one that --d_model, --d_ff, --num_layers
-// and --num_heads make, in which small's numbers stand for those that were not typed; or else those
-// of --size, in the order of the table.
+// Returns the sizes, checked: a custom one where --d_model, --d_ff, --num_layers or --num_heads was
+// typed, with small's numbers for those that were not; else those of --size, in the table's order.
 ModelConfigs configs_of(const Options& o) {
     ModelConfigs configs;
     if (!o.has("size") && (o.d_model || o.d_ff || o.num_layers || o.num_heads)) {
@@ -212,8 +211,8 @@ void make_ready(Model& model, int64_t T) {
 // -------------------------------------------------------------------------------------------------
 // A block
 
-// The residual stream x, [B,T,C], is sum + delta. += only stores its part in delta (null: there was
-// none yet); the next norm adds that to sum. So between two += there has to be a norm. The reason:
+// The residual stream x, [B,T,C], is sum + delta. += only stores its part in delta (null: none
+// waits); the next norm adds that to sum. So between two += there has to be a norm. The reason:
 // modes fused and flash have one kernel for both, add_rmsnorm, which reads and writes x once. Mode
 // eager adds there, too, by an op of its own.
 struct Residual {
@@ -358,11 +357,12 @@ Batch random_batch(int B, int T, int V, uint64_t seed) {
 void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale) {
     Range range("backward");
     backward(loss, loss_scale);
-    // Mode eager's copies have lost their casts on the tape; and weights change after a step.
+    // Backward took the casts of mode eager's copies off the tape, and AdamW will outdate all
+    // copies.
     drop_weight_copies(model.slots);
 }
-// Runs forward and backward, and adds to the gradients that are there; otherwise it does what
-// forward_backward does.
+// Does what forward_backward does, but without CUDA graphs, and adds to the gradients that are
+// there.
 static Tensor add_gradients(Model& model, const Batch& batch, float loss_scale,
                             const Job& between) {
     Tensor loss = forward_to_loss(model, batch);
@@ -472,8 +472,8 @@ void train_step(Trainer& t, const vector<Batch>& batches) {
 // -------------------------------------------------------------------------------------------------
 // What experiments share: the settings that the options name, and the times of a model's passes,
 // for benchmarking_script (1.1.3), torch_compile (b) (1.3) and benchmarking_mixed_precision (c)
-// (1.1.5). Each phase is warmed up and timed by itself. Every step waits for the device at its end,
-// and once more before its last part: backward, or the optimizer step.
+// (1.1.5). Each phase is warmed up and timed by itself, by the host's clock, launches included. A
+// step waits for the device at its end and, but in forward alone, once before its last part.
 
 vector<Precision> precisions_of(const Options& o) {
     vector<Precision> precisions;
@@ -610,8 +610,8 @@ static double last_part_ms(Phase phase, Model& model, const Batch& batch, LossSc
 }
 static bool something_ran = false;  // true once measure_model has timed a phase
 
-// Times phases of a model in context's precision and mode. Stores each phase's run and, but for
-// forward, its last part's as `last`. Only `run` has the measured peak.
+// Times phases of a model in context's precision and mode. Stores each phase's run, with its peak,
+// and, but for forward, its last part's as BW_ONLY or OPT_ONLY, without one.
 static StepRun measure_model(const ModelConfig& c, const Options& o, const vector<Phase>& phases) {
     StepRun r{c, context.precision, context.mode};
     const int B = o.batch_size, T = o.context_length;
@@ -942,7 +942,7 @@ int cmd_torch_compile(const Options& asked) {
     return 0;
 }
 
-// Says under which autocasts this mode's gradients differ from PyTorch's: see gradient_target.
+// Says in which settings gradients differ from PyTorch's: see gradient_target in lib/tensor.cu.
 static void answer_gradients(const vector<Setting>& settings) {
     for (const Setting& setting : settings) {
         const StepRun& r = setting.runs[0];
@@ -999,7 +999,7 @@ static Tensor run_blocks(const Model& model, const Tensor& x_in, int first, int 
     for (int l = first; l < end; l++) { run_unit(model, l, x); }
     return add(x.sum, x.delta);
 }
-// Runs blocks [0, end), `size` of them per checkpoint; returns what the last one gives.
+// Runs blocks [0, end), `size` of them per checkpoint (lib/tensor.cu); returns the last one's x.
 static Tensor run_in_groups(const Model& model, Tensor x, int end, int size) {
     for (int first = 0; first < end; first += size) {
         const int past = min(first + size, end);

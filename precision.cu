@@ -22,10 +22,10 @@ struct Accumulation {
     float sum;
     int stalled;  // after so many additions the sum did not move any more
 };
-// Runs the sum in `format` with x in `addend_format`; returns it, and when it stalled. p is the
-// number of significant bits of `format`, with the leading 1 that is not stored: 11 in fp16, 8 in
-// bf16. A 16-bit sum is rounded twice: to fp32's 24 bits, then to p. Since 24 >= 2 p + 2, that
-// gives the same as one rounding of the exact sum.
+// Runs the sum in `format` with x in `addend_format`; returns it, and when it stalled. A 16-bit sum
+// is rounded twice: to fp32's 24 significant bits, then to the p of `format`, the leading 1
+// included (fp16: 11, bf16: 8). Since 24 >= 2 p + 2, that gives the same as one rounding of the
+// exact sum.
 static Accumulation accumulate(DType format, DType addend_format) {
     float x = rounded(0.01f, addend_format), s = 0;
     int stalled = 0;
@@ -133,7 +133,7 @@ static vector<DType> toy_model_dtypes(Precision precision) {
     fill_normal(x, 0, key_of("x"));
     Tensor targets = from_ints({0, 1, 2, 0, 1, 2, 0, 1}, {N});
 
-    Tensor after_fc1 = linear(x, fc1);  // casts both: see autocast_operand
+    Tensor after_fc1 = linear(x, fc1);  // casts both: autocast_operand, lib/matmul.cu
     Tensor after_ln = layer_norm(relu(after_fc1), ln_weight, ln_bias, 1e-5f);
     Tensor logits = linear(after_ln, fc2);
     Tensor loss = cross_entropy(logits, targets);  // on the fp32 list, as layer_norm: it widens

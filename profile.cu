@@ -22,8 +22,8 @@ using Json = nlohmann::json;
 //   "optimizer"                  layers.cu, around AdamW
 //   "step", "forward"            profile_phase below; model.cu. range_paths() cuts them out of the
 //                                path of a backward step
-// Whoever renames a range renames it here, too: else its cells are empty, and the answers
-// say 0 % (a test of --trace finds that).
+// Whoever renames a range renames it here, too: else its cells are empty, and the answers leave it
+// out or say 0 % or nan (a test of --trace finds that).
 
 // Takes the prefixes off the text, in their order, each if it is there.
 static string without(string text, std::initializer_list<const char*> prefixes) {
@@ -187,7 +187,7 @@ static void profile_phase(ProfileRun& r, Phase phase, const Options& o, Traces& 
         p.ms = stats_of(time_ms(o.warmup[0], o.steps, pass));
 
         start_tracing();
-        // These are o.steps + 1 passes, which r.passes counts. Only the trace's times count.
+        // These are o.steps + 1 passes, as r.passes says. What time_ms returns is not used.
         time_ms(1, o.steps, pass);
         Trace trace = stop_tracing();
         if (!o.trace.empty()) { traces.push_back(trace); }
@@ -813,9 +813,9 @@ static void print_peaks(const MemoryRuns& runs, const string& caption) {
     print(t);
 }
 
-// Finds the run that the answers are about: the first precision's longest whose phase fits. Null:
-// none fits.
-static const MemoryRun* longest(const MemoryRuns& runs, Phase phase) {
+// Finds the run that the answers are about: the first precision's last length, in the order typed,
+// whose phase fits. Null: none fits.
+static const MemoryRun* last_that_fits(const MemoryRuns& runs, Phase phase) {
     const MemoryRun* found = nullptr;
     for (const MemoryRun& r : runs) {
         if (r.precision == runs[0].precision && !r.of(phase).oom) { found = &r; }
@@ -854,10 +854,10 @@ static void answer_peaks(const MemoryRun& r) {  // (b)
            r.config.name.c_str(), name_of(r.precision));
 }
 
-// (c) Tells how a phase's peak changes from the first precision to each other one, at the longest
+// (c) Tells how a phase's peak changes from the first precision to each other one, at the last
 // length that fits in the first.
 static void answer_precision(const MemoryRuns& runs, Phase phase) {
-    const MemoryRun* high = longest(runs, phase);
+    const MemoryRun* high = last_that_fits(runs, phase);
     if (!high) { return; }
     for (const MemoryRun& low : runs) {
         if (low.T != high->T || low.precision == high->precision || low.of(phase).oom) { continue; }
@@ -927,7 +927,7 @@ static void answer_block(const MemoryRun& r) {
 
 // Prints all answers; fails where no forward fits.
 static void answer_memory_profiling(const MemoryRuns& runs) {
-    const MemoryRun* r = longest(runs, FORWARD);
+    const MemoryRun* r = last_that_fits(runs, FORWARD);
     if (!r) { fail("no forward fits into memory"); }
     answer_forward(*r);
     answer_stages(runs);

@@ -204,7 +204,7 @@ static Model read_model(const Options& o) {
         copy_or_add(detached(p.weight), tensor_from_file(from), false);
         known.insert(p.name);
     }
-    require_no_others(file, known, "one of a model of " + counted(c.num_layers, "layer"));
+    require_no_others(file, known, strprintf("one of a model with num_layers %d", c.num_layers));
     return model;
 }
 
