@@ -905,12 +905,12 @@ static bool flash_v1_takes(DType, int64_t D) { return flash_head_size(D); }
 // -------------------------------------------------------------------------------------------------
 // 1.3.2, the table of implementations: dispatch, commands, benchmarks and tests walk it. With those
 // of attention.cu and of fast/ its rows are, by rung:
-//   rung  name        takes                                              file
-//   30    tiled       the CPU, fp32                                      flash.cu
-//   30    flash_v1    every card, every type; in mode flash not fp16     flash.cu
+//   rung  name        takes                                               file
+//   30    tiled       the CPU, fp32                                       flash.cu
+//   30    flash_v1    every card, every type; in mode flash not fp16      flash.cu
 //   40    flash_v2    bf16 from sm_80, fp16 from sm_75 (there not D 128)  flash.cu
-//   50    flash_fp32  fp32 from sm_80                                    fast/flash_fp32.cu
-//   60    hopper      bf16 on sm_90                                      fast/flash_hopper.cu
+//   50    flash_fp32  fp32 from sm_80                                     fast/flash_fp32.cu
+//   60    hopper      bf16 on sm_90                                       fast/flash_hopper.cu
 
 static bool only_fp32(DType t, int64_t) { return t == F32; }
 bool flash_head_size(int64_t D) { return D == 16 || D == 32 || D == 64 || D == 80 || D == 128; }

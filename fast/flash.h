@@ -21,10 +21,9 @@
 #define HAS_WGMMA
 #endif
 // Returns the grid of attention's kernels: block (x, y, z) owns tile y of head z gridDim.x + x, or
-// counts y from the last tile.
-// Blocks start in the order x, y, z: of gridDim.x heads all first tiles, then all second ones; then
-// the next heads. With 4 heads, 2 of them together, and 3 tiles the grid is (2, 3, 2), and the
-// blocks start in the order of these numbers:
+// counts y from the last tile. Blocks start in the order x, y, z: of gridDim.x heads all first
+// tiles, then all second ones; then the next heads. With 4 heads, 2 of them together, and 3 tiles
+// the grid is (2, 3, 2), and the blocks start in the order of these numbers:
 //
 //                 head 0  head 1                  head 2  head 3
 //     tile y = 0     0       1        tile y = 0     6       7

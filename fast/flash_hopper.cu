@@ -489,13 +489,12 @@ constexpr int TURN = 1;
 // Computes O and L of a warpgroup's 64 queries in one tile of queries after another. One step takes
 // a tile of keys: `scores` and `add_values` only start their products, the waits follow. m is kept
 // times c, so in powers of 2. base and shrink are the newest tile's: what step 3 subtracts, and by
-// what step 5 multiplies O.
+// what step 5 multiplies O. q_tiles is computed here, because a parameter for it is slower.
 template <class Tile>
 DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
                              ForwardBarriers<Tile>& bars, char* dynamic, int warpgroup) {
     constexpr int D = Tile::D, Bk = Tile::Bk, stages = Tile::stages;
-    char* q_tiles =
-        dynamic + (1024 - smem_address(dynamic) % 1024) % 1024;  // a parameter is slower
+    char* q_tiles = dynamic + (1024 - smem_address(dynamic) % 1024) % 1024;
     int t = threadIdx.x % 128, warp = t / WARP, lane = t % WARP;
     float c = a.scale * LOG2_E;
     uint32_t k_at = descriptor(q_tiles + Tile::k_ring, 16);
@@ -546,8 +545,7 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
         };
 
         int whole = min(a.Tk, a.causal ? first + 1 : a.Tk) / Bk;
-        // from this tile on all queries here see all keys
-        int masked_end = max(q.k_tiles - whole, 1);
+        int masked_end = max(q.k_tiles - whole, 1);  // from here on all queries see all keys
         auto key = [&](int from_end) { return (q.k_tiles - 1 - from_end) * Bk + lane % 4 * 2; };
         scores();
         wgmma_wait<0>(s);
