@@ -47,7 +47,7 @@ static Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v,
         Range r("softmax");
         Tensor m = max_last(s);
         s = sub(s, m);
-        Tensor e = exp(s);  // under autocast in fp32, and so are sum and p
+        Tensor e = exp(s);  // under autocast in fp32, and so are sum and p; the tape keeps e and p
         Tensor sum = sum_last(e);
         p = div(e, sum);
         if (L) { *L = reshape(add(detached(m), log(detached(sum))), shape_of_L(q)); }
@@ -173,9 +173,10 @@ int cmd_pytorch_attention(const Options& o) {
 //   P_nj = exp(S_nj - L_n),  L_n = log sum_j exp S_nj
 //   dS_nj = P_nj (dP_nj - delta_n),  delta_n = sum_j P_nj dP_nj
 // The loop passes three times over a row. The kernel finds maximum and sum in one pass (the sum is
-// rescaled when the maximum grows: "online" softmax) and writes in a second; it moves at most 3
-// elements per entry, eager's five kernels move 8 (argmax, for the tape, 1 more). Its maxima start
-// from a finite number: a score of -inf then adds exp(-inf) = 0, where -inf - -inf would be NaN.
+// rescaled when the maximum grows: "online" softmax) and writes in a second; per score it reads at
+// most twice and writes once. Eager's max, sub, exp, sum and div read five times and write three
+// times (argmax, for the tape, reads once more). Its maxima start from a finite number: a score of
+// -inf then adds exp(-inf) = 0, where -inf - -inf would be NaN.
 
 // Overwrites S [N,Tk] with P, and writes L [N] if it is not null. Sums are fp64. Small arrays stay
 // on one core: to start the others would take longer.
@@ -311,6 +312,7 @@ static Tensor attention_fused(const Tensor& q_in, const Tensor& k_in, const Tens
     softmax_in_place(p, L ? *L : Tensor(), Tensor(), causal);
     gemm(o, p, false, v, false);
 
+    // p, the probabilities by now, is the only [Tq,Tk] that stays
     record(o, {q, k, v}, [q, k, v, p, scale, causal](const Tensor& dO_in) {
         Tensor dO = contiguous(dO_in);
         Tensor dS = empty(p.shape, p.dtype);
@@ -459,8 +461,8 @@ static void weighted_sum_forward(const WeightedSum& t) {
 }
 
 // Writes dx and dw, likewise. On a GPU it cuts the rows into as many chunks as keep the chip busy
-// (16 blocks for each multiprocessor). A chunk has at least 64 rows, because the chunks' sums have
-// to be added up: by a copy that transposes them, a sum, and a copy to dw.
+// (16 blocks for each multiprocessor). A chunk has at least 64 rows: with more chunks it would cost
+// more to add up their sums, by a copy that transposes them, a sum, and a copy to dw.
 static void weighted_sum_backward(const WeightedSum& t) {
     const int64_t N = t.N, D = t.D;
 #ifdef HAVE_CUDA
@@ -598,7 +600,7 @@ struct Passes {
         for (Tensor* x : {&t.q, &t.k, &t.v}) { *x = require_gradient(*x); }
     }
 
-    // Computes o. The tape gives L only if it is asked for; a pass by hand needs it for backward.
+    // Computes o. With a row's `run` also L if asked for; by hand always, since backward reads it.
     void forward(bool with_L = false) {
         if (impl.forward) {
             t.o = empty(t.q.shape, t.q.dtype);
@@ -699,7 +701,8 @@ PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, DType dt
     return t;
 }
 
-// Times naive and another implementation (null: naive alone) at each head size and length.
+// Times naive and another implementation (null: naive alone) at each head size and length. On a GPU
+// a head size that flash_head_size refuses would end flash_benchmarking.
 AttentionRuns time_all(const AttentionImpl* other, int B, bool causal, DType dtype,
                        const vector<int>& lengths, const Effort& effort) {
     AttentionRuns runs;

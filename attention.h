@@ -50,7 +50,8 @@ struct AttentionArgs {
     int B, H, Tq, Tk;
     float scale;  // 1/sqrt(D)
     bool causal;
-    // step_7 makes them; else this is null. Those beyond Tq have L_log2e = inf, so their P is 0.
+    // For backward, made by step_7; in forward null. A head's rows are padded to query_rows: a row
+    // beyond Tq has L_log2e = inf, so its P is 0.
     const BackwardQuery* queries;  // [B*H,query_rows]
     int query_rows;
 };
@@ -78,7 +79,8 @@ struct AttentionImpl {
     void (*forward)(const AttentionTensors& t) = nullptr;
     void (*backward)(const AttentionTensors& t) = nullptr;
 };
-// Returns whether flash has kernels for this head size: 16, 32, 64, 80 and 128.
+// Returns whether flash's kernels on a GPU take this head size: 16, 32, 64, 80 or 128. `tiled`
+// takes any.
 bool flash_head_size(int64_t D);
 
 // -------------------------------------------------------------------------------------------------

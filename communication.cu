@@ -44,7 +44,7 @@ static const double SIZES_MB[] = {1, 10, 100, 1000};
 static int number_of_sizes(const Options& o) { return o.quick ? 2 : 4; }
 
 // Returns the bytes that a rank needs on its device. On the CPU that is five times the tensor: the
-// tensor, `values`, to_floats' floats, and its doubles, which count twice.
+// tensor, `values`, what to_floats returns, and the doubles within it, twice as large.
 static size_t bytes_needed(const AllReduceGroup& group, int size) {
     return (size_t)(SIZES_MB[size] * MB) * (group.nccl ? 1 : 5);
 }
@@ -66,15 +66,15 @@ static double time_all_reduce(const Communicator& c, int64_t n, int warmup, int 
         fail("all-reduce over %s: wrong sums", c.backend.c_str());
     }
 
-    // Each further sum multiplies all numbers by the number of ranks. From 1e-20 of their size they
-    // do not reach inf in the default steps.
+    // Each further all-reduce multiplies all numbers by the number of ranks. So they are made
+    // smaller first: then the default steps do not reach inf.
     scale_in_place(tensor, 1e-20f);
     vector<double> mine;
     for (int i = 0; i < warmup + steps; i++) {
         barrier(c);
         const double start = now_ms();
         wait(c, all_reduce(c, tensor, SUM));
-        synchronize();
+        synchronize();  // wait() holds NCCL's stream, not the host: else this times the launch
         if (i >= warmup) { mine.push_back(now_ms() - start); }
     }
     return stats_of(gather(c, mine)).median;
@@ -141,10 +141,10 @@ static void print_all_reduces(const Options& options, const vector<AllReduceGrou
     answer_distributed_communication_single_node(groups, number_of_sizes(options));
 }
 
-// The handout's groups are this command again, with --nproc and --backend. They inherit an open
-// file. CS336_RESULTS, an environment variable, has its descriptor. Rank 0 of each group adds what
-// it found to that file. Without the variable somebody typed --nproc or --backend: then rank 0
-// prints.
+// Without --nproc and --backend the command starts itself once for each of the handout's groups,
+// with both. Such a group finds in the environment variable CS336_RESULTS the descriptor of an open
+// file that it has inherited, and its rank 0 adds what it found to that file. Without the variable
+// somebody typed --nproc or --backend: then rank 0 prints.
 static const char* const RESULTS = "CS336_RESULTS";
 
 // Times all sizes as a rank of one group. Rank 0 prints the table, or adds the numbers to RESULTS.
@@ -168,6 +168,7 @@ static void run_as_rank(const Communicator& c, const Options& options) {
 // what this machine cannot run. Returns the exit code of the first group that failed, or 0.
 static int run_groups(const Options& options, vector<string>& missing) {
     for (auto [backend, device] : {pair("gloo", CPU), {"nccl", CUDA}}) {
+        // --device names the other one; `auto` takes both
         if (options.device == (device == CPU ? "cuda" : "cpu")) { continue; }
         for (int n : {2, 4, 6}) {
             const string why = why_not(backend, device, n);

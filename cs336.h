@@ -134,8 +134,8 @@ int64_t aligned(int64_t elements);  // rounds up to a multiple of 64: 256 bytes 
 // Returns a model whose weights are zeros, on context.device.
 Model make_model(const ModelConfig& c, DType dtype = weight_dtype());
 // The same in two steps, for weights that lie elsewhere. lay_out_model returns a model without
-// weights. place_weights enters for each slot the tensor that `place` returns; the shape tells the
-// slot of parameter p from that of the joined weight that begins with p.
+// weights. place_weights calls `place` for each slot and enters what it returns. For q and w1 it
+// calls twice, first with the shape of the joined weight, qkv or w13, then with p's own.
 Model lay_out_model(const ModelConfig& c);
 using Place = function<Tensor(const Parameter& p, const Shape& shape)>;
 void place_weights(Model& model, const Place& place);
@@ -145,16 +145,16 @@ void init_weights(const Model& model, uint64_t seed);
 void init_weight(const Tensor& weight, const string& name, uint64_t seed);
 // Returns a model for timed runs, with such weights; fast/ may keep them in a form of its own.
 Model random_model(const ModelConfig& c, uint64_t seed);
-// Allocate, once, the gradients' arena and the moments'. Without an arena each gradient lives,
-// where backward put it, from its first use to zero_gradients.
+// Allocate, once, the gradients' arena and the moments'. Without an arena backward allocates each
+// gradient by itself, and zero_gradients frees it.
 void make_gradients(Model& model);
 void make_optimizer_state(Model& model);
 // Lets the next op that adds to a gradient overwrite it.
 void zero_gradients(const Model& model);
 // Makes RoPE's table long enough for T positions, and readies the weights. forward calls it.
 void make_ready(Model& model, int64_t T);
-// Returns the logits [B,T,V] of tokens I32 [B,T]. With context.checkpoint backward needs the model
-// as it was, at its address.
+// Returns the logits [B,T,V] of tokens I32 [B,T]. With context.checkpoint backward runs parts of
+// forward again: until then the model may be neither changed nor moved.
 Tensor forward(Model& model, const Tensor& tokens);
 // Returns the same without a tape. The next call may overwrite these logits.
 Tensor infer(Model& model, const Tensor& tokens);
@@ -226,8 +226,8 @@ struct Trainer {
     Communicator c;
     Model model;
     LossScaler scaler;
-    AdamW adamw;                // of the model's own optimizer
-    double max_norm = 0;        // gradients are clipped to it (0: not; with `sharded`: not read)
+    AdamW adamw;                // of the model's own optimizer; FSDP and `sharded` have theirs
+    double max_norm = 0;        // clips gradients; 0: not. Not read by `sharded`
     int steps = 0;              // taken; the model's own are fewer where fp16 skipped some
     double loss = 0, norm = 0;  // of the last step; norm as optimizer_step returns it
     vector<StepMark> marks;     // of the last step
@@ -241,8 +241,8 @@ struct Trainer {
     shared_ptr<struct Fsdp> f;
 };
 // Takes a step on this rank's batches, all of one size, with a backward for each; t.loss is the
-// mean of their losses. There can be only one batch where `d` starts its averages during backward.
-// Without a gradients' arena, batches may add up in 16 bits. Waits for the device.
+// mean of their losses. OVERLAPPED and BUCKETED send during backward, so they take one batch only.
+// Without make_gradients several batches may add up in 16 bits. Waits for the device.
 void train_step(Trainer& t, const vector<Batch>& batches);
 
 // Return the precisions of --precision, and the modes of --mode, checked. A flash that nobody typed

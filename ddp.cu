@@ -19,7 +19,8 @@
 // DataParallel::missing). So buckets are ranges of this buffer, and nothing is copied. The step is
 // model.cu's train_step, with data_parallel_trainer's hooks.
 
-// The ways, in the order of ddp.h's Strategy.
+// The ways, in the order of ddp.h's Strategy. A new one goes here, into Strategy, both before
+// BUCKETED, and into the lists of the commands that are to run it.
 static const struct {
     const char* name;
     double cap_mb;  // of a bucket, in 1e6 bytes; a tensor that is larger has one of its own
@@ -71,6 +72,8 @@ static vector<Bucket> cut_into_buckets(const vector<Parameter>& parameters, DTyp
     return buckets;
 }
 
+// Starts the all-reduce of the next bucket. AVERAGE divides by the number of ranks: NCCL by
+// ncclAvg, Gloo in gloo_all_reduce (lib/ranks.cu).
 static void start_next_bucket(DataParallel& d) {
     const Bucket& bucket = d.buckets[d.next];
     const Tensor gradients = view(d.gradients, bucket.begin, {bucket.end - bucket.begin});
@@ -248,10 +251,10 @@ static void attach(Trainer& trainer, Sharding sharding) {
     trainer.sharded->sharding = sharding;
     if (sharding != UNSHARDED) { trainer.sharded->c = trainer.c; }
     trainer.step_optimizer = [](Trainer& t) {
-        // t.max_norm is not read: guarded_step gets 0, asks for the norm in fp16 alone, and skips
-        // the step if any rank's gradients hold inf or NaN. Only that has to be right. The norm's
-        // value is wrong, so nothing may be clipped to it: FLAT's gradients are equal averages, and
-        // this sum counts them once per rank.
+        // The 0: nothing is clipped, and t.max_norm is not read. So guarded_step calls `norm` in
+        // fp16 alone, to see whether any rank's gradients hold inf or NaN. Its value is not the
+        // norm, and must not be clipped to: FLAT's gradients are averages, the same on all ranks,
+        // and this sum counts them once per rank.
         auto norm = [&] { return norm_over_ranks(t.c, pow(gradient_norm(t.model), 2)); };
         return guarded_step(t.scaler, 0, norm, [&](float gradient_scale) {
             step_parameter_groups(*t.sharded, gradient_scale);
@@ -522,7 +525,7 @@ static StepStats timed_steps(Trainer& trainer, const vector<Batch>& batches, con
     vector<StepTimes> mine;
     see(trainer);
     for (int i = 0; i < warmup + options.steps; i++) {
-        if (c.links) { barrier(c); }
+        if (c.links) { barrier(c); }  // all begin at once; one process and a plan have no links
         train_step(trainer, batches);
         if (i < warmup) {
             if (c.rank == 0) { progress("%s: warm-up %d of %d", name, i + 1, warmup); }
@@ -569,7 +572,8 @@ void run_way(WayRun& way, const Communicator& c, const Options& options, const M
     if (c.world > 1) {
         run();  // where one rank finds no memory, the others cannot go on
     } else {
-        // Whether it fits was checked above. `held` is `needs`, so this only catches OutOfMemory.
+        // It fits, as was checked above. Here run_if_fits only catches OutOfMemory: its last
+        // argument says that all is held already, so it refuses nothing.
         way.oom = run_if_fits(way.name, way.predicted, run, way.predicted) > 0;
     }
     if (fast_ways.free_shared) { fast_ways.free_shared(c); }
@@ -632,7 +636,7 @@ static WayRun single_process(const Communicator& c, Options options, const Model
         });
         omp_set_num_threads(threads);
     }
-    // Here the other ranks wait for rank 0. In barrier() they would give up after --timeout.
+    // Here the other ranks wait for rank 0, which may take longer than barrier() allows.
     gather_text(c, "");
     return run;
 }
@@ -920,13 +924,13 @@ static void run_sharded(const Communicator& c, const Options& options, const Mod
     auto make = [&](const Communicator& c) {
         before = memory_use(context.device).now;
         reset_peak(context.device);
-        Model model = make_model(config);
+        Model model = make_model(config);  // plain fp32: the sharded optimizer steps no other form
         init_weights(model, options.seed);
-        if (c.links) { note_peak("after init"); }  // else it is steps_peak's plan
+        if (c.links) { note_peak("after init"); }  // without links steps_peak plans, nothing runs
         return sharded_trainer(c, model, run.sharding);
     };
-    // run_way calls this before the first step and after each one. Before the first it wraps the
-    // optimizer, so that a note comes right before its first step, which allocates the moments.
+    // run_way calls this before the first step and after each one. Before the first it wraps
+    // step_optimizer: "before step" is noted right before AdamW's first step allocates the moments.
     run_way(run, c, options, make, [&](Trainer& trainer) {
         if (trainer.steps == 1) { note_peak("after step"); }
         if (trainer.steps > 0) { return; }

@@ -153,9 +153,9 @@ static void flash_forward_cpu(const AttentionTensors& t) {
 
 // Adds to dQ, dK and dV what a tile of S gives. P and dS have room for a tile. The last argument of
 // the three products that add is beta: 0 (false) for a sum's first product, which overwrites, and 1
-// (true) for the others. The first queries that meet these keys begin at `first`; the first keys
-// that meet these queries begin at 0. Step 7 is done again for each tile of keys: its M D
-// multiplications are few beside a product's M N D.
+// (true) for the others. The first product is, of dK and dV, that with the tile of queries at
+// `first`, and, of dQ, that with the tile of keys at 0. Step 7 is done again for each tile of keys:
+// its M D multiplications are few beside a product's M N D.
 static void flash_backward_tile_cpu(float* P, float* dS, const TileOfS& t, int first) {
     const AttentionArgs& a = t.a;
     const int D = a.q.D, M = t.M, N = t.N;
@@ -328,12 +328,12 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_forward_kernel(Atte
     int i = q0 + threadIdx.y;
     V1Row q, O = {};
     v1_load<T>(q, a.q, i);
-    // Every query sees key 0, so a mask never makes all of the first scores -inf. But overflow can,
-    // and had m begun with -inf, -inf - -inf would be NaN.
+    // m does not begin with -inf: where all scores of the first tile are -inf, -inf - -inf would be
+    // NaN. A mask does not do that, as every query sees key 0, but overflow can.
     float m = -FLT_MAX;
     float l = 0;
 
-    int keys = keys_seen(a.causal, q0 + V1_TILE - 1, a.Tk);
+    int keys = keys_seen(a.causal, q0 + V1_TILE - 1, a.Tk);  // tiles above the diagonal stay out
     for (int k0 = 0; k0 < keys; k0 += V1_TILE) {
         __syncthreads();  // all warps have read the tiles of the turn before
         v1_load<T>(K, a.k, k0);
@@ -402,6 +402,7 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dkv_kernel(Attentio
     v1_load<T>(v, a.v, j);
     float c = a.scale * LOG2_E;  // exp2(c dot - L_log2e) is exp(S - L)
 
+    // Tiles above the diagonal stay out: causal queries before k0 see none of these keys.
     for (int q0 = a.causal ? k0 : 0; q0 < a.Tq; q0 += V1_TILE) {
         __syncthreads();  // all warps have read the tiles of the turn before
         v1_load<T>(Q, a.q, q0);
@@ -541,7 +542,7 @@ template <int D, int ROWS, class T>
 __device__ void v2_load(T* tile_smem,  // [ROWS,D + 8]
                         const Heads& x, int b, int h, int first) {
     constexpr int ACROSS = D == 80 ? 16 : D / 8, DOWN = V2_THREADS / ACROSS;
-    static_assert(ROWS % DOWN == 0);
+    static_assert(ROWS % DOWN == 0);  // so ACROSS is a power of two
     int i = threadIdx.x / ACROSS, d = threadIdx.x % ACROSS * 8;
     if (d >= D) { return; }
 
@@ -640,12 +641,12 @@ __device__ void v2_mask(float (&S_rmem)[R][N][2], const AttentionArgs& a, int q0
     });
 }
 // Does step 2, and multiplies l and O by shrink (steps 3 to 5). S_rmem holds products without the
-// scale; c is log2(e) / sqrt(D), and m[r] holds m log2(e). It is lazy: any m gives the same O and L
-// as long as nothing overflows or vanishes. So m stays unless a P = exp2(c S_rmem - m[r]) of the
-// warp would exceed 2^SLACK. Then all its rows take max(m, that of this tile). Mostly m stays,
-// which saves the exchange between the four lanes of a row and the scaling of O. A lane looks at
-// its own columns alone, and __any_sync tells all lanes whether one of them has such a P. The first
-// tile raises m, which begins with -FLT_MAX.
+// scale; c is log2(e) / sqrt(D), and m[r] holds m log2(e). It is lazy: m stays unless the warp has
+// a P, exp2(c S_rmem - m[r]), above 2^SLACK; then all the warp's rows take max(m, that of this
+// tile). That is exact, as m cancels in O / l and in m + log l, unless P overflows or vanishes.
+// Mostly m stays, which saves the exchange between the four lanes of a row and the scaling of O. A
+// lane looks at its own columns alone, and __any_sync tells all lanes whether one of them has such
+// a P. The first tile raises m, which begins with -FLT_MAX.
 template <int R, int N, int K>
 __device__ void v2_raise_maximum(float (&m)[R], float (&l)[R], float (&O_rmem)[R][N][2],
                                  float (&S_rmem)[R][K][2], float c) {
@@ -806,7 +807,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dkv_kernel(AttentionAr
     };
     v2_load<D, Bk>(K_smem, a.k, b, h, k0);
     v2_load<D, Bk>(V_smem, a.v, b, h, k0);
-    int first = a.causal ? k0 / Bq : 0;
+    int first = a.causal ? k0 / Bq : 0;  // tiles above the diagonal stay out
     if (first * Bq < a.Tq) { load(first); }
 
     float c = a.scale * LOG2_E;
@@ -825,14 +826,16 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dkv_kernel(AttentionAr
         });
         v2_add_rows(dV_rmem, S_rmem, dO_i);  // step 9
         v2_each(dP_rmem, [&](float& dp, int, int n, int e) { dp = -query[v2_column(n, e)].D_i; });
-        if ((i + 1) * Bq < a.Tq) { load(i + 1); }           // higher up, registers would spill
+        if ((i + 1) * Bq < a.Tq) { load(i + 1); }  // at the loop's head registers would spill
         v2_dot<D>(dP_rmem, V_smem + warp_row * ROW, dO_i);  // step 10, and step 11's - D_i
         v2_each(dP_rmem, [&](float& dp, int r, int n, int e) {
             dp *= S_rmem[r][n][e];  // step 11: dP becomes dS
         });
         v2_add_rows(dK_rmem, dP_rmem, Q_i);  // step 13, but for the scale
     }
-    await_copies();  // where no query sees these keys, K and V are still on their way
+    // Where no query sees these keys the loop did not wait, and K and V are still on their way: a
+    // block must not end before its copies.
+    await_copies();
     v2_each(dK_rmem, [&](float& dk, int, int, int) { dk *= a.scale; });
     v2_store<T>(dK_rmem, a.dk, b, h, k0 + warp_row);
     v2_store<T>(dV_rmem, a.dv, b, h, k0 + warp_row);
@@ -848,8 +851,8 @@ static void v2_launch(void (*kernel)(AttentionArgs), int rows, size_t bytes,
     LAUNCH_CHECK();
 }
 // Returns how much shared memory a block may have: 64 KB at most where this card runs code that was
-// compiled for a T4 (see v2_runs). compiled_for takes a kernel: all of this file's are compiled
-// for the same cards, and step 7's has no D or R.
+// compiled for a T4 (see v2_runs). compiled_for wants a kernel: all of this file's are compiled for
+// the same cards, and step 7's has the fewest template arguments.
 static size_t v2_memory() {
     const size_t most = shared_memory_per_block();
     return compiled_for(flash_step_7_kernel<fp16>) < 80 ? min<size_t>(most, 64 << 10) : most;
@@ -913,6 +916,9 @@ static bool flash_v1_takes(DType, int64_t D) { return flash_head_size(D); }
 //   60    hopper      bf16 on sm_90                                       fast/flash_hopper.cu
 
 static bool only_fp32(DType t, int64_t) { return t == F32; }
+// A new head size, a multiple of 16, goes here and into with_head_size (attention.h), into ACROSS
+// of v2_load, into flash_leaderboard's error, and, by the registers that v2_keys speaks of, into
+// v2_keys, v2_queries and R of flash_v2_backward.
 bool flash_head_size(int64_t D) { return D == 16 || D == 32 || D == 64 || D == 80 || D == 128; }
 
 static const AddRow<AttentionImpl> flash_impls[] = {

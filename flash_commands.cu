@@ -311,6 +311,7 @@ int cmd_flash_benchmarking(const Options& o) {
     const double ms = o.quick ? 20 : 100;  // for each time
     AttentionRuns runs;
     for (DType dtype : {BF16, F32}) {
+        // What takes head size 64 takes all of time_all's: those of flash_head_size.
         const AttentionImpl* flash = fastest_flash(context.device, dtype, 64);
         if (!flash) { continue; }  // the CPU has none in bf16
         const Effort effort = {time_for_ms(ms / 4, ms), true};
@@ -325,7 +326,7 @@ int cmd_flash_benchmarking(const Options& o) {
                 {"Seq", "D", "dtype", "Naive Fwd", "Naive Bwd", "Naive Tot", "Flash Fwd",
                  "Flash Bwd", "Flash Tot", "x Tot"}};
     for (const AttentionRun& r : runs) {
-        table.row(r.S, r.D, r.dtype,  //
+        table.row(r.S, r.D, r.dtype,  // the shape, naive, flash
                   ms_cell(r.naive, FORWARD_PASS), ms_cell(r.naive, BACKWARD_PASS),
                   ms_cell(r.naive, BOTH_PASSES),  //
                   ms_cell(r.other, FORWARD_PASS), ms_cell(r.other, BACKWARD_PASS),

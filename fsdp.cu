@@ -53,11 +53,12 @@ struct Fsdp {
     WorkPtr gathers[2];
     vector<FsdpWait> waits;  // of this step
     // Each unit takes its AdamW step as soon as its gradient is an average, and its gradient is not
-    // kept. So the step must have one backward, and need no norm before (clipping, fp16's loss
-    // scale). fsdp_optimizer_step still follows: it steps the RMSNorms' weights.
+    // kept. So the step must have one backward, and need no norm before: max_norm is 0 and the
+    // precision not fp16, which no line checks. fsdp_optimizer_step still follows: it steps the
+    // RMSNorms' weights.
     bool steps_in_backward = false;
-    // The unit that backward has come to; until forward comes to the head, the number of units.
-    // start_reduce has run for every unit above it.
+    // The lowest unit whose backward has begun; until forward comes to the head, the number of
+    // units. start_reduce has run for every unit above it.
     int reached = 0;
     int reducing = -1;  // the unit whose reduce-scatter is under way; -1: none
     WorkPtr reduce;
@@ -177,9 +178,9 @@ static void wait_for(Fsdp& f, int unit, const WorkPtr& work) {
     f.waits.push_back({unit, work, asked, mark()});
 }
 
-// Waits for unit i's weights and starts the gather of the unit that is needed next. Forward goes up
-// to the head, then backward goes down. In backward a checkpoint runs its units forward again, up
-// to the one below `reached`.
+// Waits for unit i's weights and starts the gather that is needed next: of i + 1 on the way up, of
+// i - 1 on the way down. Forward goes up to the head. So does, within backward, a checkpoint that
+// runs its units forward again: it turns below `reached`, the unit whose backward has begun.
 static void pre_forward(Fsdp& fsdp, int i) {
     Range range("gather");
     if (fsdp.in_buffer[i % 2] != i) { start_gather(fsdp, i); }
@@ -244,7 +245,8 @@ static void start_reduce(Fsdp& fsdp, int i) {
     finish_reduce(fsdp);  // of unit i + 1: backward now writes unit i - 1's gradients over them
     FsdpUnit& unit = fsdp.units[i];
     zero_the_rest(unit);
-    // AdamW takes it before backward writes the buffer again, so it can stay there.
+    // The average may stay in the buffer of the unit's gradients: finish_reduce steps it before
+    // backward comes to unit i - 2, which writes there next.
     fsdp.average = fsdp.steps_in_backward ? own_part(fsdp, unit, unit.gradients)
                                           : empty({unit.part}, unit.gradients.dtype, GRADIENTS);
     fsdp.reduce = reduce_scatter(fsdp.c, unit.gradients, AVERAGE, fsdp.average);
@@ -264,7 +266,8 @@ static void pre_backward(Fsdp& f, int i) {
 
 static void add_hooks(Model& model, Fsdp& f) {  // to a model that has been placed
     model.weights = f.shard.weights;
-    // It must not be null: zero_gradients would take the slots' gradients out of their buffers.
+    // Not null: without an arena zero_gradients drops each slot's gradient, here a view of its
+    // unit's buffer. Backward would then write elsewhere, and start_reduce would send old numbers.
     model.gradients = f.norms_gradients;
     model.pre_forward = [&f](int unit) { pre_forward(f, unit); };
     model.pre_backward = [&f](int unit) { pre_backward(f, unit); };
@@ -302,7 +305,7 @@ static void finish_backward(Fsdp& fsdp) {
     const bool is_first = !fsdp.norms_sum;
     if (is_first) { fsdp.norms_sum = empty(gradients.shape, gradients.dtype, GRADIENTS); }
     copy_or_add(fsdp.norms_sum, gradients, !is_first);
-    fill_zero(gradients);  // the next loss may not depend on all of them
+    fill_zero(gradients);  // the next loss might depend on some of them only
 }
 
 // Returns the gradients that this rank has now: its parts of units, and the norms'.
@@ -451,7 +454,7 @@ static WeightsCheck check_case(const Communicator& c, const FsdpCase& tried, uin
     }
 
     Trainer ours = fsdp_trainer(c, config, seed, false, adamw), whole;
-    whole.model = make_model(config);
+    whole.model = make_model(config);  // plain fp32: its weights are compared, element by element
     whole.adamw = adamw;
     init_weights(whole.model, seed);
     make_gradients(whole.model);
@@ -606,8 +609,8 @@ static void answer_fsdp_accounting(const vector<FsdpRun>& runs, int world, doubl
         fsdp.gather.size() - 2, gathers, waits, late, fsdp.wait[0], fsdp.wait[1]);
 }
 
-// Times the ways, in fp16 without the last, and prints tables and answers. The times of gathers are
-// way FSDP's.
+// Times the four ways (in fp16 three, without AdamW in backward), and prints tables and answers.
+// The times of gathers are those of the way FSDP.
 int cmd_fsdp_accounting(const Options& typed) {
     return run_ranks(typed, [&](const Communicator& c) {
         Options options = typed;
@@ -675,16 +678,17 @@ static MakeTrainer trainer_of(const Options& options) {
     };
 }
 
-// Sets what runs again in backward, context's recompute and checkpoint: the least that leaves each
-// of `world` ranks a predicted peak of at most `room` bytes. What costs least comes first; in
-// brackets per block and sequence of 8B on an H200:
+// Sets what runs again in backward, context's recompute and checkpoint: the first of these that
+// leaves each of `world` ranks a predicted peak of at most `room` bytes. In brackets what it costs
+// per block and sequence of 8B on an H200:
+//   0. nothing
 //   1. all norms and SwiGLUs (0.8 ms)
 //   2. as 1, and the feed-forwards of n blocks (9 ms)
 //   3. as 1, and all feed-forwards, and n blocks whole (24 ms more)
 // With results in host memory (fast_ways.h) 2 and 3 cost less. The peak falls nearly in a straight
-// line with n. So two plans, for n = 0 and for all blocks, give an estimate of n, which grows until
-// its own plan fits or it is all blocks. If nothing has to run again, that is the plan. peak_with
-// sets the context: an early return leaves its last plan there, the end the n that was found.
+// line with n. So two plans, for n = 0 and for all blocks, give a first n, which grows until its
+// plan fits or it is all blocks. peak_with leaves in the context what it planned: an early return
+// keeps that.
 static void choose_what_runs_again(const Options& options, int world, double room) {
     auto peak_with = [&](bool recompute, const Checkpointing& checkpoint) {
         context.recompute = recompute;
@@ -695,7 +699,7 @@ static void choose_what_runs_again(const Options& options, int world, double roo
     const double nothing = peak_with(true, {});
     if (nothing <= room) { return; }
 
-    // no whole block, so the feed-forwards of all
+    // BLOCKS with n = 0: no block whole, so the feed-forwards of all
     const double ffns = peak_with(true, {Checkpointing::BLOCKS, 0});
     const double blocks = peak_with(true, {Checkpointing::GROUPS, 1});
     const int L = configs_of(options)[0].num_layers;

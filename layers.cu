@@ -5,8 +5,8 @@
 // autograd differentiates; the fused form with its backward by hand, as a plain loop for the CPU
 // and as a kernel for the GPU, or, where nothing is summed, as one body for both. Read the formula
 // and the CPU's loop first: the kernel is the same loop, shared by a block of threads per row, or
-// per column where a column is summed. fast/layers.cu has faster kernels for three of the ops; a
-// usual build takes those on a GPU (see ops()).
+// per column where a column is summed. fast/layers.cu has faster kernels for RMSNorm, RoPE and
+// SwiGLU; a usual build takes those on a GPU (see ops()).
 //
 // What the ops use of lib/ (lib/tensor.cu walks one op through forward and backward):
 //   record(y, {x}, f)         gives y a gradient and puts f on the tape; in backward f(dy) adds to
@@ -43,11 +43,12 @@
 // and on the GPU, with a block for each of N rows,
 //   op_kernel<<<N, ROW_THREADS, 0, stream()>>>((float*)y.data, (float*)x.data, N, C);
 
-// Of a block: THREADS, but ROW_THREADS where a block has one row or column. RUN launches those.
+// Of a block: THREADS, but ROW_THREADS where a block has one row or column. RUN launches the
+// ROW_THREADS of its file: attention.cu has other ones.
 constexpr int THREADS = 256, ROW_THREADS = 512;
 
-// Runs f(zero, x_zero). zero has the type T of t's dtype, x_zero the type X of x's dtype; nobody
-// reads their values. On META it does nothing. Five pairs of types occur:
+// Runs f(zero, x_zero). zero has the type T of t's dtype, x_zero the type X of x's dtype. Only the
+// types matter: y.as(zero) is (T*)y.data. On META it does nothing. Five pairs of types occur:
 //   T  float  bf16   bf16  fp16   double
 //   X  float  float  bf16  float  double
 // So X is bf16 where t and x both are. Else X is Wide<T>, the type of +zero (see with_gpu_type in
@@ -170,7 +171,7 @@ __global__ void add_rmsnorm_kernel(T* y,            // [N,C]
     const X* x = x_in + row;
     if (delta) {
         for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
-            x_out[row + c] = x[c] + delta[row + c];
+            x_out[row + c] = x[c] + delta[row + c];  // the residual's +=
         }
         x = x_out + row;  // a thread reads what it wrote itself
     }
@@ -256,17 +257,17 @@ static void rmsnorm_backward(const Tensor& dx, bool add_dx, const Tensor& dx_low
 //   x_in  --+--> x = x_in + delta --+--> y = norm(x)  --> attention, or the feed-forward
 //   delta --+                       +-------------------> the next *x_io
 //
-// Backward runs y's step first. All later readers of x, like the next add, have added to x's
-// gradient by then. So gradient_target returns a tensor that holds their part, and with add_dx true
-// the kernel adds y's part. (ln_final's x has no later reader: there add_dx is false.) Then x's
-// step passes the whole dx to x_in and to delta.
+// Backward runs from the end: all later readers of x, like the next add, have added to x's gradient
+// when it comes to y's step. gradient_target returns that gradient, add_dx is true, and the kernel
+// adds y's part. (ln_final's x has no later reader: there add_dx is false.) Then x's step passes
+// the whole dx to x_in and to delta.
 //
 // Where delta has 16 bits and x has not, delta's gradient has to be a 16-bit copy of dx. The kernel
 // of y's step writes this copy, too, so no kernel of its own has to cast. Both steps share the
 // pointer dx_low: y's step puts the copy there, and x's step takes it away.
 //
 // With context.recompute linear() does not keep y: its backward makes y again from x, which y's
-// step keeps anyway. The call below passes no delta, so it leaves `same` what x is.
+// step keeps anyway. The call below has no delta, so it does not change `same`, which stays x.
 static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor& w, float eps) {
     Range range("rmsnorm");
     Tensor x_in = *x_io;
@@ -463,7 +464,7 @@ static void split_heads(const Layer& layer, const Tensor& y, const Tensor& rope_
     record(*q, {qkv}, [dq](const Tensor& d) { *dq = contiguous(d); });
 }
 // Rotates q and k within qkv [B,T,3C] and returns it as a new tensor of the tape, on the same
-// memory. It may, because linear() does not keep its result.
+// memory. It may write there, because linear()'s backward does not read its result.
 static Tensor rope_in_place(const Tensor& qkv, const Tensor& rope) {
     ops().rotate(qkv, {}, {}, {}, rope, false);
     Tensor rotated = detached(qkv);
@@ -494,7 +495,8 @@ Tensor self_attention(const Layer& layer, const Tensor& y, const Tensor& rope, i
 // -------------------------------------------------------------------------------------------------
 // SwiGLU: g = silu(a) * b with a = y w1^T, b = y w3^T, silu(a) = a s, s = 1/(1 + exp(-a)).
 //   da = dg b s (1 + a (1 - s)),  db = dg a s.
-// Fused: one product gives h = [a | b], [N,2F]; then 2 reads and 1 write.
+// Fused: one product gives h = [a | b], [N,2F]; then 2 reads and 1 write. Another gate changes the
+// formula in Swiglu, SwigluBackward, the eager form and fast/layers.cu's two kernels.
 
 // Computes g's element n, f.
 template <class T>
@@ -583,8 +585,8 @@ Tensor swiglu(const Layer& layer, const Tensor& y) {
 static const LayerOps plain_ops = {
     add_rmsnorm_run, rmsnorm_backward, rotate, swiglu_run, swiglu_backward,
 };
-// Returns the ops above, or in their place fast ones where there are some. A plan made on META has
-// the ops of the device that it is for.
+// Returns the ops above, or in their place fast ones where there are some. On META, where nothing
+// runs, those of the device that is planned for: they allocate the same.
 static const LayerOps& ops() {
     const Device device = context.device == META ? context.planned_for : context.device;
     return device == CUDA && fast_ways.layers ? *fast_ways.layers : plain_ops;
@@ -622,8 +624,8 @@ static void cross_entropy_cpu(Wide<T>* loss,       // [N]
         loss[n] = lse[n] - l[targets[n]];
     }
 }
-// Computes dl of these rows on the CPU; dl may be l. The loss is the mean over N rows, of which
-// these may be a part.
+// Computes dl of `rows` rows on the CPU; dl may be l. The loss is the mean over N rows: more than
+// `rows` where chunked_loss calls it chunk by chunk.
 template <class T>
 static void cross_entropy_backward_cpu(T* dl,                    // [rows,V]
                                        const T* l,               // [rows,V]
@@ -714,7 +716,8 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets) {
     Tensor loss = mean_all(row_losses);
 
     record(loss, {l}, [l, lse, targets](const Tensor& dloss) {
-        // if we hold the only reference to the logits, dl overwrites them
+        // If we hold the only reference to the logits, dl overwrites them. forward_to_loss gives
+        // them away; `cs336 model` still writes them to a file.
         bool ours_alone = l.memory.use_count() == 1;
         Tensor dl = ours_alone ? detached(l) : empty(l.shape, l.dtype);
         cross_entropy_backward(dl, l, lse, targets, dloss, l.dim(0));
@@ -723,9 +726,9 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets) {
     return loss;
 }
 
-// Returns the same loss from x [N,C] (y, as products take it) and the head w [V,C]. Where V is
-// large, the logits x w^T are most of a step's memory, so they are made a chunk of rows at a time.
-// Forward computes the gradients of a chunk at once,
+// Returns the same loss from x [N,C] (y in the dtype that products take) and the head w [V,C].
+// Where V is large, the logits x w^T are most of a step's memory, so they are made a chunk of rows
+// at a time. Forward computes the gradients of a chunk at once,
 //   dx = dl w,  dW += dl^T x      with dl for dloss = 1,
 // and backward scales them. dW adds up in fp32, so a 16-bit gradient is rounded once. It is not for
 // fp16: dl, mostly about 1/(N V), would vanish before the loss scale multiplies it. leaderboard

@@ -337,7 +337,7 @@ static void configure(CLI::App& app, const string& told) {
             option->required();
         } else if (word == "LIST") {
             option->delimiter(',')->expected(1, -1);  // -1: as many as there are
-        } else if (option->count() == 0) {
+        } else if (option->count() == 0) {            // nobody typed it
             option->default_val(word);
         }
     }
@@ -445,7 +445,7 @@ static bool parse_options(const Command& command, const vector<string>& words, O
 
     o.quick = is_quick(command, o);
     if (o.quick) {
-        configure(app, command.quick);
+        configure(app, command.quick);  // what was typed stays
         context.sizes = "; sizes of --quick where none is typed";
     }
     if (!o.context_lengths.empty()) { o.context_length = o.context_lengths[0]; }

@@ -137,9 +137,9 @@ void place_weights(Model& model, const Place& place) {
     }
 }
 
-// Returns a model whose weights are one arena of zeros. The arena's length is a multiple of
-// 6720 = 2^6 x 3 x 5 x 7, so that 1 to 8 ranks can own equal parts of it. What lies behind the last
-// weight is reduced and stepped with the rest, so it must not hold NaN.
+// Returns a model whose weights are one arena of zeros. The arena's length is a multiple of 6720 =
+// 2^6 x 3 x 5 x 7, so that 1 to 8 ranks can own equal parts of it. What lies behind the last weight
+// is in the last part, and the sharded optimizer sums and steps it, so it must not hold NaN.
 Model make_model(const ModelConfig& c, DType dtype) {
     constexpr int64_t PARTS = 6720;
     Model model = lay_out_model(c);
@@ -253,7 +253,7 @@ static void run_block(const Model& model, const Layer& layer, FeedForward* ffn, 
 // calls pre_backward. Backward comes to this step before the unit's other steps, since the tape
 // runs from its end. The head has no end_unit: its weights are still there when backward begins.
 // The norms belong to no unit: every rank has them. The steps refer to the model, so it has to stay
-// at its address. Every rank's loss depends on every unit, so all ranks start the same collectives.
+// at its address. Every loss runs through every unit, so all ranks start the same collectives.
 
 void begin_unit(const Model& model, int unit) {
     if (model.pre_forward) { model.pre_forward(unit); }
@@ -318,8 +318,8 @@ Tensor forward_to_loss(Model& model, const Batch& batch) {
 // -------------------------------------------------------------------------------------------------
 // AdamW's step. Its rule, the form of mode eager and the fused one stand at the end of layers.cu.
 
-// Returns the gradients as backward left them: outside mode eager a joined weight's slot has the
-// gradient, and not the slots of its parts.
+// Returns the gradients as backward left them. Outside mode eager q, k and v have one gradient,
+// that of the slot qkv, and their own slots have none; so with w1 and w3 (w13).
 static FlatGradients flat_gradients(const Model& model) {
     FlatGradients gradients;
     for (const Tensor& t : model.slots) {
@@ -357,8 +357,8 @@ Batch random_batch(int B, int T, int V, uint64_t seed) {
 void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale) {
     Range range("backward");
     backward(loss, loss_scale);
-    // Backward took the casts of mode eager's copies off the tape, and AdamW will outdate all
-    // copies.
+    // No 16-bit copy of a weight may serve the next step: AdamW changes the weight, and in mode
+    // eager the copy's cast has left the tape.
     drop_weight_copies(model.slots);
 }
 // Does what forward_backward does, but without CUDA graphs, and adds to the gradients that are
@@ -473,7 +473,7 @@ void train_step(Trainer& t, const vector<Batch>& batches) {
 // What experiments share: the settings that the options name, and the times of a model's passes,
 // for benchmarking_script (1.1.3), torch_compile (b) (1.3) and benchmarking_mixed_precision (c)
 // (1.1.5). Each phase is warmed up and timed by itself, by the host's clock, launches included. A
-// step waits for the device at its end and, but in forward alone, once before its last part.
+// step waits for the device at its end. If it has several parts, it also waits before the last one.
 
 vector<Precision> precisions_of(const Options& o) {
     vector<Precision> precisions;
@@ -601,8 +601,8 @@ static vector<Sweep> sweeps_of(Options o) {
 static double last_part_ms(Phase phase, Model& model, const Batch& batch, LossScaler& scaler) {
     double begin = now_ms();
     run_phase(phase, model, batch, scaler, [&](Phase done) {
-        if (done + 1 < phase) { return; }  // phase has phase + 1 parts: the next is not the last
-        synchronize();
+        if (done + 1 < phase) { return; }  // part `phase` is the last; done + 1 comes next
+        synchronize();  // else what is left of the parts before would count to the last
         begin = now_ms();
     });
     synchronize();
@@ -610,8 +610,8 @@ static double last_part_ms(Phase phase, Model& model, const Batch& batch, LossSc
 }
 static bool something_ran = false;  // true once measure_model has timed a phase
 
-// Times phases of a model in context's precision and mode. Stores each phase's run, with its peak,
-// and, but for forward, its last part's as BW_ONLY or OPT_ONLY, without one.
+// Times phases of a model in context's precision and mode. Stores each phase's times and peak, and
+// of a last part, backward or AdamW, the times alone (BW_ONLY, OPT_ONLY).
 static StepRun measure_model(const ModelConfig& c, const Options& o, const vector<Phase>& phases) {
     StepRun r{c, context.precision, context.mode};
     const int B = o.batch_size, T = o.context_length;
@@ -636,7 +636,7 @@ static StepRun measure_model(const ModelConfig& c, const Options& o, const vecto
                                      memory_use(context.device).now);
         if (oom) {
             last.all.clear();  // the steps before memory ran out; run.all is still empty
-            model = {};        // its 16-bit copies of weights have lost their place on the tape
+            model = {};        // it has 16-bit copies of weights whose casts are off the tape
         }
         something_ran |= !oom;
 
@@ -773,8 +773,8 @@ static void print_whole_steps(const vector<Setting>& settings, const Sweep& s) {
 }
 
 // Answers (c): counts one run twice, after the most warm-up steps (warm) and after fewer, and
-// compares the means of `steps` steps each. One slow step raises the mean after few warm-up steps
-// and its deviation alike, so only the warm deviation is noise.
+// compares the means of `steps` steps each. A slow first step raises the mean and the deviation
+// alike, so only the warm run's deviation is taken for noise.
 static void answer_warmup(const StepRun& run, const vector<int>& warmup, int steps) {
     bool first_is_slow = false;
     for (Pass pass : {FW, BW_ONLY}) {
@@ -987,10 +987,10 @@ int cmd_benchmarking_mixed_precision(const Options& asked) {
 
 // -------------------------------------------------------------------------------------------------
 // Gradient checkpointing (2026, 3.2.1): what backward runs again instead of keeping it. lib/lib.h
-// has its forms. What two of them cost in a model of L blocks, with inputs like x, [B,T,C]:
+// has its forms. What two of them cost in a model of L blocks; an input is a block's x, [B,T,C]:
 //
-//   Checkpointing    hold at most                                                run again
-//   GROUPS of n      L/n inputs, and all that one group of n blocks keeps        L blocks
+//   Checkpointing    hold at most                                                blocks run again
+//   GROUPS of n      L/n inputs, and all that one group of n blocks keeps        L
 //   NESTED           2 inputs, and all that one block keeps                      L (L - 1) / 2
 
 // Runs blocks [first, end) on x; returns what the last of them gives.
@@ -1046,8 +1046,8 @@ static Tensor feed_forward_again(const Layer& layer, const Tensor& n) {
     auto gated = [&layer](const Tensor& n) { return swiglu(layer, n); };
     return checkpoint_linear(keeping(gated), n, layer.w2);
 }
-// Returns block l's feed-forward. Backward runs it again in form FFN if l is one of the first n
-// blocks; in form BLOCKS if it is not, since there the first n blocks run again as a whole.
+// Returns block l's feed-forward. Backward runs again: in form FFN those of the first n blocks, in
+// form BLOCKS those of all others, since there the first n blocks run again as a whole.
 static FeedForward* feed_forward_of(int l) {
     const Checkpointing& k = context.checkpoint;
     const bool again =

@@ -7,11 +7,11 @@
 // -------------------------------------------------------------------------------------------------
 // mixed_precision_accumulation: s = 0; a thousand times s = round(s + x), with x = round(0.01).
 // Both roundings err. x is rounded once, but its error is added a thousand times. Every step rounds
-// s, by at most half of its last bit, and by the same error while s stays between two powers of
-// two. The rounding of s can stop the sum: when x is less than half of the last bit of s,
-// s no longer moves.
+// s, by at most half of its last bit. Between two powers of two s is a multiple of the same last
+// bit, so there each step errs alike. The rounding of s can stop the sum: when x is less than half
+// of the last bit of s, s no longer moves.
 
-constexpr int ADDITIONS = 1000;  // the answers below are written for 1000 times 0.01, which is 10
+constexpr int ADDITIONS = 1000;  // 0.01 stands in the lines below; the texts say 1000 times 0.01
 
 static float rounded(float x, DType format) {
     if (format == F16) { return fp16_to_float(float_to_fp16(x)); }
@@ -189,8 +189,8 @@ void update_scale(LossScaler& scaler, bool found_inf) {
         scaler.good_steps = 0;
     }
 }
-// Returns the factor on the loss. guarded_step (model.cu) has the step divide by it again, skips a
-// step whose norm is not finite, and calls update_scale.
+// Returns the factor on the loss, with which backward begins. guarded_step (model.cu) has the step
+// divide by it again, skips a step whose norm is not finite, and calls update_scale.
 float loss_scale_of(const LossScaler& scaler) {
     return context.precision == PREC_FP16 ? scaler.scale : 1;
 }

@@ -20,8 +20,8 @@ using Json = nlohmann::json;
 //   "rope", "swiglu", "rmsnorm"  layers.cu
 //   "layer"                      model.cu, around a block
 //   "optimizer"                  layers.cu, around AdamW
-//   "step", "forward"            profile_phase below; model.cu. range_paths() cuts them out of the
-//                                path of a backward step
+//   "step", "forward"            profile_phase below; model.cu. range_paths() leaves both out where
+//                                it names the forward range that a backward step belongs to
 // Whoever renames a range renames it here, too: else its cells are empty, and the answers leave it
 // out or say 0 % or nan (a test of --trace finds that).
 
@@ -280,6 +280,7 @@ static void print_shares(const ProfileRuns& runs, const string& caption) {
         const Kernels& step = r.step.kernels;
         if (all.empty()) { continue; }
         const Kernels others = outside(all, "matmul"), attention = in(all, "attention");
+        // the rest of a range, without its products; "" if that is nothing
         auto other = [&](const char* range) { return percent(in(others, range), all); };
         t.row(r.config.name, r.T, percent(in(all, "matmul"), all), other("softmax"), other("rope"),
               other("swiglu"), other("rmsnorm"), percent(in(step, "matmul"), step),
@@ -414,7 +415,7 @@ static void answer_softmax(const ProfileRun& r) {
 // Chooses the runs whose numbers the answers give. With each_size it is one of each size: the
 // longest whose step ran, or else the longest whose forward did. Without, it is one in all: the
 // last run whose step ran, or else the last whose forward did. So where no step of the largest size
-// fits, a smaller size is answered.
+// fits, a smaller size is answered. Answers that need a step are left out where none ran.
 static vector<const ProfileRun*> answered(const ProfileRuns& runs, bool each_size) {
     vector<const ProfileRun*> found;
     for (const ProfileRun& r : runs) {
@@ -800,7 +801,7 @@ static MemoryRun profile_memory(const ModelConfig& config, Precision precision, 
     }
 
     profile_block(r, seed);
-    stop_memory_log();  // a run that found no memory left it on
+    stop_memory_log();  // after OutOfMemory it is still on
     return r;
 }
 

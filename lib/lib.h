@@ -742,5 +742,6 @@ WorkPtr all_gather(const Communicator& c, const Tensor& t, const Tensor& own = T
 void wait(const Communicator& c, const WorkPtr& work);
 void barrier(const Communicator& c);  // the host waits for all ranks and their devices
 // Returns what every rank has passed as its text. It goes through the ranks' folder, not through
-// the backend. It waits for all, so it is a barrier, too: for each as long as that shows life.
+// the backend. It returns when all have called it, so it is a barrier, too. It waits for a rank as
+// long as that shows life; barrier() gives up after the timeout.
 vector<string> gather_text(const Communicator& c, const string& text);

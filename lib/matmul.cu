@@ -81,6 +81,7 @@ static cudaDataType_t cuda_type(DType t) {
 static void cublas_product(const Product& p, cublasHandle_t handle = cublas()) {
     const Matrix &C = p.C, &A = p.A, &B = p.B;
     float alpha = (float)p.alpha, beta = (float)p.beta;
+    // Only this line allows TF32: in precision fp32 nothing of ours uses tensor cores.
     cublasComputeType_t compute = context.precision == TF32 && A.dtype == F32
                                       ? CUBLAS_COMPUTE_32F_FAST_TF32
                                       : CUBLAS_COMPUTE_32F;

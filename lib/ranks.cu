@@ -149,6 +149,7 @@ static int look_at(LaunchedRank& rank, int r, double tick, double timeout_s, str
             rank.stopped = false;
         } else {
             rank.pid = 0;
+            // it has said why itself, in give_up
             if (!WIFSIGNALED(status)) { return WEXITSTATUS(status); }
             *why = strprintf("%s was killed by signal %d (%s)", name.c_str(), WTERMSIG(status),
                              strsignal(WTERMSIG(status)));
@@ -312,9 +313,9 @@ struct Links {
 #endif
 };
 
-// Ends this process with one line. Every rank waits half a second before its line, a higher one a
-// little longer: so the rank with the cause, or the lowest one that sees it, comes first, and its
-// launcher has ended the others before they speak.
+// Ends this process with one line, half a second after the error and a little more for a higher
+// rank. So the line is that of the rank which failed first, or of the lowest of several: its
+// launcher sees it end, and ends the others before their lines.
 [[noreturn]] static void give_up(int rank, int exit_code, const string& why) {
     usleep(500000 + 100000 * min(rank, 10));
     // who closed the pipe has read enough, as in main()
