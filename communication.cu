@@ -251,7 +251,8 @@ static void answer_least_batch(const Options& options, double alpha, double most
     const double per_chip = 4 * alpha * alpha / (M_X * M_Y * F);
     answer(
         "d",
-        "Choose the split: the least batch with X Y = %g is %.1f tokens per chip, with (X, Y) = "
+        "Choose the split: by (c)'s formula the least batch with X Y = %.7g is %.1f tokens per "
+        "chip, with (X, Y) = "
         "(%g, %g). It would be 4 alpha^2 / (M_X M_Y F) = 4 x %.1f^2 / (%g x %g x %g) = %.1f, if "
         "X could be 2 alpha N / (M_Y F) = %.1f. Communication on both axes at once would divide "
         "this by 4: alpha^2 / (M_X M_Y F) = %.1f. Fewer bytes (8-bit weights halve alpha X / M_X), "
@@ -291,13 +292,14 @@ int cmd_communication_accounting(const Options& options) {
     auto least_devices = [&](double A) {
         return floor((16 * P + A / 2) / (CHIP_GB * GB - A / 2)) + 1;
     };
-    answer("b",
-           "A device holds (16 P + A/2) / N + A/2 bytes, where A is what its tokens save for "
-           "backward, half of it sharded. Without activations that is below %g GB from N = %.0f "
-           "devices on; with %d tokens per device, from N = %.0f on. No N is enough from %g GB / "
-           "(%.4g MB / 2) = %.0f tokens per device on, because A/2 alone fills the memory.",
-           CHIP_GB, least_devices(0), options.tokens, least_devices(per_token * options.tokens),
-           CHIP_GB, per_token / MB, too_many);
+    answer(
+        "b",
+        "A device holds (16 P + A/2) / N + A/2 bytes, where A is what its tokens save for "
+        "backward, half of it sharded. Without activations that is below %g GB from N = %.0f on; "
+        "with --tokens %d per device, from N = %.0f on. No N is enough from %g GB / "
+        "(%.4g MB / 2) = %.0f tokens per device on, because A/2 alone fills the memory.",
+        CHIP_GB, least_devices(0), options.tokens, least_devices(per_token * options.tokens),
+        CHIP_GB, per_token / MB, too_many);
     answer_least_batch(options, alpha, most_Y);
     return 0;
 }
@@ -380,14 +382,14 @@ int cmd_alternate_ring_all_reduce(const Options& options) {
     double S = options.tensor_mb * MB, W = options.bandwidth_gb * GB, N = options.devices;
     double ms = 1e3 * (N - 1) * S / W, usual_ms = 1e3 * 2 * (N - 1) * S / (N * W);
     answer("",
-           "alternate_ring_all_reduce: S = %g MB per device, N = %g, W = %g GB/s out of each "
+           "alternate_ring_all_reduce: S = %g MB per device, N = %.7g, W = %g GB/s out of each "
            "device; %s",
            options.tensor_mb, N, options.bandwidth_gb, origin().c_str());
     answer("",
-           "The alternative takes (N - 1) S / W = (%g - 1) x %g / %g = %.4g ms: in each of N - 1 "
+           "The alternative takes (N - 1) S / W = (%.7g - 1) x %g / %g = %.4g ms: in each of N - 1 "
            "steps each device sends a whole tensor of S bytes. That is N / 2 = %g times as long as "
            "reduce-scatter and all-gather: these send S / N bytes in each of 2 (N - 1) steps, 2 (N "
-           "- 1) S / (N W) = 2 x (%g - 1) x %g / (%g x %g) = %.4g ms.",
+           "- 1) S / (N W) = 2 x (%.7g - 1) x %g / (%.7g x %g) = %.4g ms.",
            N, S, W, ms, N / 2, N, S, N, W, usual_ms);
     return 0;
 }

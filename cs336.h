@@ -27,7 +27,7 @@
 struct Options {
     string command;     // its whole name
     set<string> given;  // the options that were typed, without dashes
-    bool has(const char* name) const { return given.count(name) > 0; }
+    bool has(const char* name) const { return given.count(name); }
     vector<string> command_line;  // argv[1..]
     // An option that is not taken stays empty, 0 or false; one that is not typed has its default.
     string edition, device, format;
@@ -231,7 +231,7 @@ struct Trainer {
     int steps = 0;              // taken; the model's own are fewer where fp16 skipped some
     double loss = 0, norm = 0;  // of the last step; norm as optimizer_step returns it
     vector<StepMark> marks;     // of the last step
-    // What ranks that share the step do besides: ddp.cu and fsdp.cu set it. Null in one process.
+    // What ranks that share the step do besides: ddp.cu and fsdp.cu set it. Null: nothing.
     Job before_step, after_backward, before_optimizer;
     function<double(Trainer& t)> step_optimizer;  // in place of the model's own
     function<void(const Trainer& t, StepTimes& times)> add_communication;
@@ -275,6 +275,6 @@ const AttentionImpl& require_flash(Device device, DType dtype, int64_t D);
 
 // Writes Chrome's trace format, which Perfetto opens, unless path is empty; the caption and
 // origin() go into otherData. Rank 0 writes the traces of all ranks, one process a rank. Times
-// count from the last midnight (UTC), the same for all ranks.
+// count from the midnight (UTC) before the rank's first range.
 void write_trace(const string& path, const Traces& traces, const string& caption,
                  const Communicator& c = Communicator());

@@ -296,7 +296,7 @@ void train_both(const Communicator& c, Trainer& ours, Trainer& whole, uint64_t s
 
 void compare(WeightsCheck& check, const Tensor& got, const Tensor& want, double rtol, double atol) {
     const Comparison found = compare(got, want, rtol, atol);
-    if (!found.ok()) { check.match = false; }
+    check.match &= found.ok();
     if (found.max_abs > check.max || isnan(found.max_abs)) { check.max = found.max_abs; }
     check.sum += found.sum_abs;
     check.n += got.size();
@@ -393,7 +393,7 @@ static void train_and_compare(const Communicator& c, const ModelConfig& config,
 
     const bool same = same_everywhere(c, key_of_bits(got.weights));
     for (WeightsCheck& row : rows) {
-        row.match = row.match && same;
+        row.match &= same;
         if (way.sharding == UNSHARDED) { row.way += ", " + counted(ours.d->works.size(), "call"); }
         checks.push_back(row);
     }
@@ -674,7 +674,7 @@ static void print_steps(const string& caption, const DdpRuns& runs, const WayRun
     Table parts = step_table(caption, "Strategy");
     Table comparison{
         strprintf("The same steps; vs naive: step time saved; speed-up: over one process with the "
-                  "whole batch (%s)",
+                  "whole batch and, on a CPU, all cores (%s)",
                   single.oom ? "out of memory" : strprintf("%.2f ms", single_ms).c_str()),
         {"Strategy", "Comm Time (ms)", "hidden", "calls", "MB per step", "Samples/s", "Tokens/s",
          "vs naive", "speed-up", "Loss"}};
@@ -775,7 +775,8 @@ static void answer_fastest_bucket(const DdpRuns& runs) {
 
     answer(
         "a",
-        others.empty()
+        bucketed.size() == 1 ? "One way to cut was timed, %s: a step takes %.2f ms, %s and %s."
+        : others.empty()
             ? "The fastest cap on a bucket is %s: a step takes %.2f ms, %s and %s."
             : "This run does not show which cap on a bucket is the fastest. With %s a step takes "
               "%.2f ms, %s and %s.",
@@ -826,7 +827,7 @@ static void answer_ddp_bucketed_benchmarking(const DdpRuns& runs) {
     // Naive's n calls take n o + s/w, in ms for s in MB, and flat's one takes o + s/w.
     const double s = flat.mb, n = naive.calls;
     const double o = (naive_ms - flat_ms) / (n - 1), w = s / (flat_ms - o);
-    if (o > 0 && o < flat_ms) {
+    if (o > 0 && o < flat_ms && level(naive.ms.exposed, flat.ms.exposed) == "") {
         const double best = min(s, sqrt(s * o * w));  // at least one bucket
         answer("b",
                "From what naive (%.0f calls) and flat (one call) leave exposed, for s = %.5g MB, "
@@ -959,12 +960,11 @@ static void answer_optimizer_state_sharding_accounting(const vector<ShardingRun>
            peak(whole, AFTER_INIT), peak(whole, BEFORE_STEP), peak(whole, AFTER_STEP),
            peak(ours, AFTER_INIT), peak(ours, BEFORE_STEP), peak(ours, AFTER_STEP));
     const bool as_expected = fabs(state(ours) / state(whole) - 1.0 / ranks) < 0.01;
-    answer(
-        "a",
-        "At the peak before the step weights take %.1f MiB, gradients %.1f, activations %.1f and "
-        "the weights' 16-bit copies %.1f MiB.",
-        mib_of(weights), mib_of(before_step[GRADIENTS]), mib_of(before_step[ACTIVATIONS]),
-        mib_of(before_step[WEIGHT_COPIES]));
+    answer("a",
+           "At the peak before the step weights take %.1f MiB, gradients %.1f, activations %.1f, "
+           "the weights' 16-bit copies %.1f and workspace %.1f MiB.",
+           mib_of(weights), mib_of(before_step[GRADIENTS]), mib_of(before_step[ACTIVATIONS]),
+           mib_of(before_step[WEIGHT_COPIES]), mib_of(before_step[WORKSPACE]));
     if (state(whole) > 0) {  // else fp16's loss scaling skipped the step
         answer("a",
                "The step adds AdamW's moments: %.1f MiB unsharded, %.1f MiB sharded, which is %s "

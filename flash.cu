@@ -512,7 +512,7 @@ HD constexpr size_t v2_bytes(int matrices, int D, int R) {
 template <class T>
 __device__ constexpr bool v2_runs(size_t bytes) {
 #if __CUDA_ARCH__ < 800
-    return std::is_same_v<T, fp16> && bytes <= 64 << 10;
+    return is_same_v<T, fp16> && bytes <= 64 << 10;
 #else
     return true;
 #endif
@@ -555,6 +555,16 @@ __device__ void v2_load(T* tile_smem,  // [ROWS,D + 8]
         from += DOWN * x.row;
     }
 }
+// Multiplies A's squares by B's for columns n and n + 1 of the sums, and adds: b[0] and b[1] are
+// those of column n, b[2] and b[3] those of column n + 1.
+template <class T, int R, int N>
+__device__ void v2_mma(float (&sums_rmem)[R][N][2], int n, const uint32_t (&a)[R / 2][4],
+                       const uint32_t (&b)[4]) {
+    for (int r = 0; r < R; r += 2) {
+        mma<T>(sums_rmem[r][n], sums_rmem[r + 1][n], a[r / 2], b[0], b[1]);
+        mma<T>(sums_rmem[r][n + 1], sums_rmem[r + 1][n + 1], a[r / 2], b[2], b[3]);
+    }
+}
 // Adds A B^T to the sums: the dot products of a warp's rows with the rows of a tile.
 template <int D, class T, int R, int N>
 __device__ void v2_dot(float (&sums_rmem)[R][N][2],  // [8 R,8 N]
@@ -577,10 +587,7 @@ __device__ void v2_dot(float (&sums_rmem)[R][N][2],  // [8 R,8 N]
         for (int n = 0; n < N; n += 2) {
             uint32_t b[4];
             LDMATRIX("", b, b_smem + 2 * (8 * n * ROW + d));
-            for (int r = 0; r < R; r += 2) {
-                mma<T>(sums_rmem[r][n], sums_rmem[r + 1][n], a[r / 2], b[0], b[1]);
-                mma<T>(sums_rmem[r][n + 1], sums_rmem[r + 1][n + 1], a[r / 2], b[2], b[3]);
-            }
+            v2_mma<T>(sums_rmem, n, a, b);
         }
     }
 }
@@ -608,10 +615,7 @@ __device__ void v2_add_rows(float (&sums_rmem)[R][N][2],     // [8 R,8 N]
         for (int n = 0; n < N; n += 2) {
             uint32_t b[4];
             LDMATRIX(".trans", b, b_smem + 2 * (8 * k * ROW + 8 * n));
-            for (int r = 0; r < R; r += 2) {
-                mma<T>(sums_rmem[r][n], sums_rmem[r + 1][n], a[r / 2], b[0], b[1]);
-                mma<T>(sums_rmem[r][n + 1], sums_rmem[r + 1][n + 1], a[r / 2], b[2], b[3]);
-            }
+            v2_mma<T>(sums_rmem, n, a, b);
         }
     }
 }

@@ -370,7 +370,7 @@ int cmd_flash_leaderboard(const Options& o) {
                     o.num_heads);
     }
     choose_device(o.device);
-    context.precision = precision_from(o.precision[0]);
+    context.precision = precisions_of(o)[0];
     // The CPU's flash takes fp32 alone.
     if (context.device == CPU && !o.has("precision")) { context.precision = FP32; }
     const AttentionCase c{1, o.num_heads, o.context_length, o.context_length, D, true};
@@ -398,7 +398,8 @@ int cmd_flash_leaderboard(const Options& o) {
         const double tflops = tflops_of(c, t);
         table.row(impl->name, ms_cell(t, FORWARD_PASS), ms_cell(t, BACKWARD_PASS),
                   ms_cell(t, BOTH_PASSES), tflops,
-                  percent_of_peak(tflops, dtype == F32 ? FP32 : context.precision));
+                  percent_of_peak(tflops,
+                                  impl->forward && dtype == F32 ? FP32 : context.precision));
         if (t.oom) { continue; }
         if (best.empty() || t.ms[BOTH_PASSES].median < best_times.ms[BOTH_PASSES].median) {
             best = impl->name;
@@ -455,7 +456,7 @@ int cmd_attention(const Options& o) {
         out.push_back({names[i], view(contiguous(outputs[i]), 0, own)});
     }
     save_tensors(o.out, out);
-    printf("attention: implementation %s on %s; wrote %zu tensors to %s\n", impl.name,
-           name_of(context.device), out.size(), one_line(o.out).c_str());
+    answer("", "attention: implementation %s on %s; wrote %zu tensors to %s", impl.name,
+           name_of(context.device), out.size(), o.out.c_str());
     return 0;
 }

@@ -469,7 +469,7 @@ static WeightsCheck check_case(const Communicator& c, const FsdpCase& tried, uin
             bits = 31 * bits + key_of_bits(got);
         });
     }
-    check.match = same_everywhere(c, bits) && check.match;
+    check.match &= same_everywhere(c, bits);
     return check;
 }
 
@@ -616,7 +616,6 @@ int cmd_fsdp_accounting(const Options& typed) {
         Options options = typed;
         const ModelConfig config = choose_step(options, c);
         const uint64_t seed = options.seed;
-        auto plain = [&] { return random_model(config, seed); };
         vector<FsdpRun> runs;
         Traces traces;
         auto add = [&](const char* name, const MakeTrainer& make) {
@@ -628,8 +627,11 @@ int cmd_fsdp_accounting(const Options& typed) {
                 trace_step(t, name, options, traces);
             });
         };
-        add("DDP", [&](auto& c) { return data_parallel_trainer(c, plain(), OVERLAPPED); });
-        add("sharded optimizer", [&](auto& c) { return sharded_trainer(c, plain(), ZERO1); });
+        add("DDP", [&](auto& c) {
+            return data_parallel_trainer(c, random_model(config, seed), OVERLAPPED);
+        });
+        add("sharded optimizer",
+            [&](auto& c) { return sharded_trainer(c, random_model(config, seed), ZERO1); });
         add("FSDP", [&](auto& c) { return fsdp_trainer(c, config, seed); });
         if (context.precision != PREC_FP16) {  // its step needs a norm first
             add("FSDP, early AdamW", [&](auto& c) { return fsdp_trainer(c, config, seed, true); });
@@ -792,9 +794,11 @@ static void leaderboard(Options options, const Communicator& c) {
                          1e-9 * fast_ways.kept_on_host());
     }
     const string caption =
-        caption_of(options, config, c) +
-        strprintf("; causal; a sequence per backward; %.4g FLOP per step without what runs again%s",
-                  run.flops, kept.c_str());
+        caption_of(options, config, c) + strprintf(
+                                             "; causal; a sequence per backward; %.4g FLOP per "
+                                             "step, the scores' twice, without what else runs "
+                                             "again%s",
+                                             run.flops, kept.c_str());
     print_leaderboard(run, caption);
     if (run.oom) { fail_without_step(run); }
     answer_leaderboard(run);

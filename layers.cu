@@ -58,7 +58,7 @@ static void with_types(const Tensor& t, const Tensor& x, Fn f) {
     if (t.device() == META) { return; }
 
     with_type(t.dtype, [&](auto zero) {
-        if constexpr (std::is_same_v<decltype(zero), bf16>) {
+        if constexpr (is_same_v<decltype(zero), bf16>) {
             if (x.dtype == BF16) { return f(zero, zero); }
         }
         f(zero, +zero);

@@ -319,8 +319,8 @@ static void add_own_options(Adder& add, Options& o) {
     add("--tflops", o.tflops, number(), "C, rate of a chip, in 1e12 FLOP/s", "460");
     add("--bandwidth_gb", o.bandwidth_gb, number(),
         "W, of a link, or out of a device, in 1e9 bytes/s", "180");
-    add("--fsdp", o.fsdp, whole(1), "X or N_FSDP, chips along the FSDP axis", "16");
-    add("--tp", o.tp, whole(1), "Y or N_TP, chips along the tensor-parallel axis", "4");
+    add("--fsdp", o.fsdp, whole(1, 4096), "X or N_FSDP, chips along the FSDP axis", "16");
+    add("--tp", o.tp, whole(1, 4096), "Y or N_TP, chips along the tensor-parallel axis", "4");
 }
 
 // Hands what a command's row tells of its options to CLI11: defaults, REQUIRED and LIST. An option
@@ -433,7 +433,7 @@ static bool parse_options(const Command& command, const vector<string>& words, O
     }
 
     for (const CLI::Option* option : app.get_options()) {
-        if (option->count() > 0) { o.given.insert(option->get_single_name()); }
+        if (option->count()) { o.given.insert(option->get_single_name()); }
         const vector<string> values = option->results();
         if (set<string>(values.begin(), values.end()).size() < values.size()) {
             usage_error("%s: takes each value once", option->get_name().c_str());
@@ -513,7 +513,7 @@ static int cmd_reproduce(const Options& o) {
         const bool differs = c->is_in("2025") && c->is_in("2026") && c->takes("--size");
         const char* suffix = o.edition == "2026" && differs ? "-2026.md" : ".md";
         const string path = o.out + "/" + c->id + suffix;
-        std::ifstream file(path);
+        ifstream file(path);
         const string before{std::istreambuf_iterator<char>(file), {}};
         if (is_as_now(before, commit(), is_quick(*c, o))) {
             note("%s: of this commit and device already", path.c_str());

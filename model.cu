@@ -50,7 +50,7 @@ ModelConfigs configs_of(const Options& o) {
             names.insert(size == "xl" && o.edition == "2026" ? "xl (2026)" : size);
         }
         for (const ModelConfig& c : model_sizes) {
-            if (names.count(c.name) > 0) { configs.push_back(c); }
+            if (names.count(c.name)) { configs.push_back(c); }
         }
     }
 

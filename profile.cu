@@ -948,11 +948,10 @@ int cmd_memory_profiling(const Options& o) {
     const bool predicted = context.device == CPU;
     std::unique_ptr<Planning> planning(predicted ? new Planning : nullptr);
     const ModelConfig config = configs_of(o)[0];
-    const auto precisions = precisions_of(o);
     context.mode = modes_of(o, {config})[0];
 
     MemoryRuns runs;
-    for (Precision precision : precisions) {
+    for (Precision precision : precisions_of(o)) {
         for (int T : o.context_lengths) {
             give_back_cached_memory();
             runs.push_back(profile_memory(config, precision, o.batch_size, T, o.seed, o.out));

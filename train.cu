@@ -95,7 +95,7 @@ int cmd_train(const Options& o) {
     ModelConfig c = configs_of(o)[0];
     c.vocab_size = BYTES;
     const int T = o.context_length;
-    std::ifstream file(o.data, std::ios::binary);
+    ifstream file(o.data, std::ios::binary);
     if (!file) { fail("%s: cannot be read: %s", o.data.c_str(), strerror(errno)); }
     const Text all{std::istreambuf_iterator<char>(file), {}};
     const size_t tenth = all.size() / 10;
@@ -181,7 +181,8 @@ static Model read_model(const Options& o) {
     const SafeTensors file = load_safetensors(o.weights);
     const set<string> floats = {"F32", "BF16"};
     const Shape embedding = require_tensor(file, "token_embeddings.weight", {-1, -1}, floats).shape;
-    const Shape w1 = require_tensor(file, "layers.0.ffn.w1.weight", {-1, -1}, floats).shape;
+    const Shape w1 =
+        require_tensor(file, "layers.0.ffn.w1.weight", {-1, embedding[1]}, floats).shape;
     // a tensor that is empty may claim any length
     for (int64_t n : {embedding[0], embedding[1], w1[0]}) {
         if (n < 1 || n > INT_MAX) {
@@ -252,7 +253,7 @@ int cmd_model(const Options& o) {
     if (o.steps > 0) { add_parts(out, "param.", model, model.weights); }
 
     save_tensors(o.out, out);
-    printf("model %s: num_layers %d, tokens %s; loss %.6f; wrote %zu tensors to %s\n",
+    answer("", "model %s: num_layers %d, tokens %s; loss %.6f; wrote %zu tensors to %s",
            o.weights.c_str(), model.config.num_layers, to_string(batch.tokens.shape).c_str(), loss,
            out.size(), o.out.c_str());
     return 0;

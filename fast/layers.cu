@@ -35,7 +35,7 @@ static void with_types(const Tensor& t, const Tensor& x, int64_t n,
     with_gpu_type(t.dtype, [&](auto zero) {
         using T = decltype(zero);
         auto with_width = [&](auto width) {
-            if constexpr (std::is_same_v<T, bf16>) {
+            if constexpr (is_same_v<T, bf16>) {
                 if (x.dtype == BF16) { return f(zero, zero, width); }
             }
             f(zero, +zero, width);

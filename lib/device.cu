@@ -7,7 +7,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <mutex>
 #include <random>
 #include <sstream>
 
@@ -452,7 +451,7 @@ static void log_event(const Memory* m, double ms, bool is_alloc, vector<const ch
 // Begins a log with the buffers that are there, at 0 ms; of their ranges only the innermost is
 // known by now.
 void start_memory_log(Device device) {
-    std::lock_guard lock(books_mutex);
+    lock_guard lock(books_mutex);
     memory_log.clear();
     logged_device = device;
     log_start = now_ms();
@@ -464,7 +463,7 @@ void start_memory_log(Device device) {
     logging = true;
 }
 vector<MemoryEvent> stop_memory_log() {
-    std::lock_guard lock(books_mutex);
+    lock_guard lock(books_mutex);
     logging = false;
     return move(memory_log);
 }
@@ -474,14 +473,14 @@ static void peak_is_now(MemoryUse& use) {
     std::copy_n(use.now_by, CATEGORIES, use.peak_by);
 }
 void reset_peak(Device device) {
-    std::lock_guard lock(books_mutex);
+    lock_guard lock(books_mutex);
     peak_is_now(uses[device]);
 }
 const MemoryUse& memory_use(Device device) { return uses[device]; }
 
 // Enters a buffer that comes, or one that goes.
 static void book(const Memory* m, bool comes) {
-    std::lock_guard lock(books_mutex);
+    lock_guard lock(books_mutex);
     if (logging) { log_event(m, now_ms() - log_start, comes, open_ranges()); }
     MemoryUse& use = uses[m->device];
     if (comes) {
@@ -587,7 +586,7 @@ static vector<cudaEvent_t> spare_events;
 
 // Returns an event that goes back to the spare ones: creating one costs as much as a launch.
 static shared_ptr<CUevent_st> new_event() {
-    std::lock_guard lock(events_mutex);
+    lock_guard lock(events_mutex);
     cudaEvent_t event;
     if (spare_events.empty()) {
         CUDA_CHECK(cudaEventCreate(&event));
@@ -596,7 +595,7 @@ static shared_ptr<CUevent_st> new_event() {
         spare_events.pop_back();
     }
     return {event, [](cudaEvent_t e) {
-                std::lock_guard lock(events_mutex);
+                lock_guard lock(events_mutex);
                 spare_events.push_back(e);
             }};
 }

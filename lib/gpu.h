@@ -118,7 +118,7 @@ __device__ inline float exp2_approx(float x) {  // 2 ulp; below 2^-126 it is 0; 
 // Returns two numbers rounded to bf16 or fp16, the first in the low half.
 template <class T = bf16>
 __device__ uint32_t pack(float low, float high) {
-    if constexpr (std::is_same_v<T, bf16>) {
+    if constexpr (is_same_v<T, bf16>) {
         __nv_bfloat162 two = __floats2bfloat162_rn(low, high);
         return *(uint32_t*)&two;
     } else {
@@ -170,7 +170,7 @@ template <class T>
 __device__ void mma(float (&upper)[2], float (&lower)[2], const uint32_t (&a)[4], uint32_t b_upper,
                     uint32_t b_lower) {
 #if __CUDA_ARCH__ >= 800
-    if constexpr (std::is_same_v<T, bf16>) {
+    if constexpr (is_same_v<T, bf16>) {
         MMA("m16n8k16.row.col.f32.bf16.bf16", "{%4,%5,%6,%7}", "{%8,%9}");
     } else {
         MMA("m16n8k16.row.col.f32.f16.f16", "{%4,%5,%6,%7}", "{%8,%9}");

@@ -18,6 +18,7 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <numeric>
 #include <set>
 #include <stdexcept>
@@ -32,6 +33,9 @@
 // Names of the standard library that stand on every page. Of max and min CUDA has its own, too,
 // which take mixed types: where types differ, name the one that is meant, as in max<float>.
 using std::function;
+using std::ifstream;
+using std::is_same_v;
+using std::lock_guard;
 using std::make_shared;
 using std::map;
 using std::max;

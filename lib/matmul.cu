@@ -6,8 +6,6 @@
 // read first: the table above autocast_operand(), then linear().
 #include "gpu.h"
 
-#include <mutex>
-
 #ifdef HAVE_CUDA
 #include <cublas_v2.h>
 #endif
@@ -133,7 +131,7 @@ void blas_product(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* 
 #ifdef HAVE_OPENBLAS
     CBLAS_TRANSPOSE op_a = ta ? CblasTrans : CblasNoTrans;
     CBLAS_TRANSPOSE op_b = tb ? CblasTrans : CblasNoTrans;
-    if constexpr (std::is_same_v<T, float>) {
+    if constexpr (is_same_v<T, float>) {
         cblas_sgemm(CblasRowMajor, op_a, op_b, M, N, K, (float)alpha, A, lda, B, ldb, (float)beta,
                     C, ldc);
     } else {
@@ -163,10 +161,10 @@ void one_blas_thread() {
     std::call_once(once, [] {
         openblas_set_num_threads(1);
 
-        // Each of our threads needs a buffer. Where `ulimit -v` forbids it, OpenBLAS tries for
-        // ever; so we fail here.
+        // Each of our threads needs a buffer, and rank 0 may later use all cores. Where `ulimit -v`
+        // forbids it, OpenBLAS tries for ever; so we fail here.
         rlimit space;
-        size_t needs = (size_t)omp_get_max_threads() * 129 << 20;
+        size_t needs = (size_t)omp_get_num_procs() * 129 << 20;
         if (getrlimit(RLIMIT_AS, &space) == 0 && space.rlim_cur != RLIM_INFINITY &&
             needs > system_memory()) {
             fail("out of memory: OpenBLAS needs %zu MiB, %zu are there", needs >> 20,

@@ -13,7 +13,6 @@
 #include <condition_variable>
 #include <deque>
 #include <filesystem>
-#include <mutex>
 #include <sstream>
 #include <thread>
 
@@ -270,9 +269,9 @@ vector<string> gather_text(const Communicator& c, const string& text) {
         string life, life_before;
         double waited_ms = 0;
         double last = now_ms();
-        std::ifstream file(file_of(r, round), std::ios::binary);
+        ifstream file(file_of(r, round), std::ios::binary);
         while (!file) {
-            std::ifstream(file_of(r, "life")) >> life;
+            ifstream(file_of(r, "life")) >> life;
             waited_ms = life == life_before ? waited_ms + tick_ms(&last) : 0;
             life_before = life;
             if (waited_ms > 1e3 * limit_s) {
@@ -360,8 +359,8 @@ static void watch(Links& links) {
         waited_s += turn.count();
         if (waited_s > patience_s) {
             give_up(links.rank, 1,
-                    strprintf("%s number %u has not ended within %g s: a rank is gone, or calls "
-                              "another one",
+                    strprintf("%s number %u has not ended within %g s: a rank is gone, stopped or "
+                              "slow, or calls another one",
                               oldest->what, oldest->number, patience_s));
         }
     }
@@ -480,7 +479,7 @@ static string gpu_ids() {
 // ranks we are.
 static int find_local_ranks(Communicator& c) {
     string here;
-    std::ifstream("/proc/sys/kernel/random/boot_id") >> here;
+    ifstream("/proc/sys/kernel/random/boot_id") >> here;
     std::error_code ignored;  // a container with a network of its own is another machine
     here += std::filesystem::read_symlink("/proc/self/ns/net", ignored).string();
 
@@ -537,7 +536,7 @@ static void disconnect_ranks(Communicator& c) {
     Links& links = *c.links;
     gather_text(c, "");  // nobody still waits for a part of ours
     {
-        std::lock_guard lock(links.mutex);
+        lock_guard lock(links.mutex);
         links.stopping = true;
         links.changed.notify_all();
     }
@@ -651,13 +650,13 @@ static void start_on_gloo(Links& links, const WorkPtr& work, Collective x) {
         // Whoever waits may count on it that this thread holds none of its memory any more.
         x.tensor = x.own = Tensor();
 
-        std::lock_guard lock(links.mutex);
+        lock_guard lock(links.mutex);
         work->end = {now_ms(), nullptr};
         work->error = error;
         work->finished = true;
         links.changed.notify_all();
     };
-    std::lock_guard lock(links.mutex);
+    lock_guard lock(links.mutex);
     links.under_way.push_back(work);
     links.jobs.push_back(job);
     links.changed.notify_all();
@@ -735,7 +734,7 @@ static WorkPtr start(const Communicator& c, const Collective& x) {
     if (c.backend == "nccl") {
         Range range(work->what);
         nccl_way().start(c, *work, x);
-        std::lock_guard lock(links.mutex);
+        lock_guard lock(links.mutex);
         links.under_way.push_back(work);
     } else {
         start_on_gloo(links, work, x);

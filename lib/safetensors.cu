@@ -117,7 +117,7 @@ static json parse_header(const string& path, const string& text) {
 SafeTensors load_safetensors(const string& path) {
     std::error_code error;  // also for what is no regular file
     size_t bytes = std::filesystem::file_size(path, error);
-    std::ifstream input(error ? "" : path, std::ios::binary);
+    ifstream input(error ? "" : path, std::ios::binary);
     if (!input) {
         fail("%s: cannot be opened: %s", path.c_str(),
              error ? error.message().c_str() : strerror(errno));

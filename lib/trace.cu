@@ -5,7 +5,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <mutex>
 #include <unordered_map>
 
 #include <cxxabi.h>
@@ -75,7 +74,7 @@ static vector<pair<uint32_t, int>> launches;  // the launch's number, the range'
 static void CUPTIAPI note_launch(void*, CUpti_CallbackDomain, CUpti_CallbackId, const void* call) {
     auto info = (const CUpti_CallbackData*)call;
     if (info->callbackSite != CUPTI_API_ENTER) { return; }
-    std::lock_guard lock(launch_mutex);
+    lock_guard lock(launch_mutex);
     launches.emplace_back(info->correlationId, innermost_traced);
 }
 // Asks CUPTI to call note_launch() at launches, copies and memsets; returns whether that succeeded.
@@ -123,7 +122,7 @@ static void CUPTIAPI give_buffer(uint8_t** buffer, size_t* size, size_t* max_rec
 // Reads the records of a buffer that CUPTI has filled, on CUPTI's thread.
 static void CUPTIAPI take_buffer(CUcontext cuda, uint32_t stream_id, uint8_t* buffer, size_t,
                                  size_t bytes) {
-    std::lock_guard lock(cupti_mutex);
+    lock_guard lock(cupti_mutex);
     CUpti_Activity* record = nullptr;
     CUptiResult result = CUPTI_ERROR_MAX_LIMIT_REACHED;  // what the end of a buffer is called
     while (bytes > 0 &&
@@ -221,7 +220,7 @@ Trace stop_tracing() {
     tracing = false;
     if (trace.no_kernels.empty()) { stop_cupti(); }
 
-    std::lock_guard lock(trace_mutex);
+    lock_guard lock(trace_mutex);
     int64_t now = epoch_ns();
     for (TracedRange& r : trace.ranges) {
         if (r.end == 0) { r.end = now; }
@@ -246,7 +245,7 @@ Range::Range(const char* name, int recorded_in) {
 #endif
     if (!tracing) { return; }
 
-    std::lock_guard lock(trace_mutex);
+    lock_guard lock(trace_mutex);
     if (!tracing) { return; }  // the trace has ended meanwhile
     trace.ranges.push_back(
         {name, in_this_trace(innermost_traced), in_this_trace(recorded_in), thread, epoch_ns(), 0});
@@ -262,7 +261,7 @@ Range::~Range() {
 #endif
     if (traced < 0) { return; }
 
-    std::lock_guard lock(trace_mutex);
+    lock_guard lock(trace_mutex);
     if (in_this_trace(traced) < 0) { return; }  // its trace has ended while it was open
     TracedRange& r = trace.ranges[traced - first_range];
     r.end = epoch_ns();

@@ -31,6 +31,7 @@ benchmarking_script --warmup 1,,2                          | 1,,2: a comma has n
 benchmarking_script --warmup=1,2,                          | 1,2,: a comma has nothing before or behind it
 benchmarking_script --size ,                               | ,: a comma has nothing before or behind it
 benchmarking_script --seed 1.5                             | --seed: got 1.5, takes a whole number from
+communication_accounting --tp 4097                         | --tp: got 4097, takes a whole number from 1 to 4096
 fsdp_calcs --tokens 2147483648                             | --tokens: got 2147483648, takes a whole number from 1 to 2147483647
 benchmarking_script --steps 1 --steps 2                    | --steps
 benchmarking_script --quick=maybe                          | --quick

@@ -447,7 +447,7 @@ TEST_CASE("accounting: table and answers") {
          "fp32.",
          "16 P = 3517.6 GB, the memory of 3517.6 / 80 = 43.97 GPUs, rounded up 44.",
          "= 17.55 MB per token",
-         "below 95 GB from N = 38 devices on; with 2048 tokens per device, from N = 46 on.",
+         "below 95 GB from N = 38 on; with --tokens 2048 per device, from N = 46 on.",
          "= 10828 tokens per device on", "= 2555.6 FLOP per byte.",
          " forward is compute bound from B = (alpha X / M_X) / (1 - alpha Y / (M_Y F)) = (2555.6 x "
          "16 / 2) / (1 - 2555.6 x 4 / (1 x 53248)) = 25301.7 tokens overall, 395.3 per chip",

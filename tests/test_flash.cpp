@@ -759,6 +759,9 @@ TEST_CASE_TEMPLATE("flash: the attention command", D, OnCPU, OnCUDA) {
     REQUIRE_MESSAGE(three.exit_code == 0, three.err);
     CHECK(check_output("o", p.truth.o, {6, 33, 32}) == 2);
     check_output("lse", p.truth.L, {6, 33});
+    CHECK(run_cs336({"attention", "--inputs", in, "--out", out, "--device", name_of(D::device)},
+                    "/dev/full")
+              .exit_code == 1);
     save_safetensors(in, {{"q", describe(host[0])},
                           {"k", describe(host[1])},
                           {"v", describe(host[2])},

@@ -1067,6 +1067,7 @@ TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files
         }
         CHECK_MESSAGE(worst < 5e-4, t.first, " ", worst);
     }
+    CHECK(run_cs336(good, "/dev/full").exit_code == 1);
     remove(out.c_str());
 
     auto refused = [&](size_t which, const string& value, const char* says) {
@@ -1100,6 +1101,12 @@ TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files
     batch.tensors["mask"] = batch.tensors["tokens"];
     save_safetensors(bad, {batch.tensors.begin(), batch.tensors.end()});
     refused(4, bad, "tensor \"mask\": not tokens or targets");
+    FileTensor& w1 = changed.tensors.at("layers.0.ffn.w1.weight");
+    w1.shape = {INT_MAX, 0};  // d_ff by this claim would be 48 GiB
+    w1.bytes = 0;
+    changed.tensors.erase("_orig_mod.lm_head.weight");
+    save_safetensors(bad, {changed.tensors.begin(), changed.tensors.end()});
+    refused(2, bad, "layers.0.ffn.w1.weight");
     for (const char* width : {"d_model", "d_ff"}) {  // a file in order, except for its width of 0
         auto tensors = weights.tensors;
         for (auto& [name, t] : tensors) {
