@@ -192,7 +192,10 @@ template <class T>
 static CLI::Validator between(T least, T most, const char* what) {
     auto check = [=](string& text) {
         T value = 0;
-        const bool fits = CLI::detail::lexical_cast(text, value) && value >= least && value <= most;
+        // CLI11 would read 010 as 8 and 0x10 as 16
+        const bool octal = text.size() > 1 && text[0] == '0' && isalnum(text[1]);
+        const bool fits =
+            !octal && CLI::detail::lexical_cast(text, value) && value >= least && value <= most;
         return fits ? ""
                     : strprintf("got %s, takes %s from %.10g to %.10g", text.c_str(), what,
                                 (double)least, (double)most);

@@ -710,7 +710,7 @@ static void answer_step_times(const vector<StepRun>& runs) {
         oom += out_of_memory(runs, pass);
     }
     answer("b", "In %s, mode %s, the largest that ran takes %s.%s", name_of(runs[0].precision),
-           name_of(runs[0].mode), list_of(times).c_str(), oom.c_str());
+           caption_of(runs[0].mode).c_str(), list_of(times).c_str(), oom.c_str());
 
     double most = 0;  // standard deviation over mean
     string of;
@@ -1128,7 +1128,7 @@ static void answer_strategy(const vector<CheckpointRun>& runs, const CheckpointR
            mib_of(nested.beside), mib_of(block.beside), mib_of(without.beside), N * (N - 1) / 2);
 
     answer("a",
-           "A whole step, in which gradients replace inputs, is predicted to peak at %.1f MiB "
+           "A whole step is predicted to peak at %.1f MiB "
            "with nesting, and at %.1f with a checkpoint per block.",
            mib_of(nested.step.predicted), mib_of(block.step.predicted));
 
@@ -1159,8 +1159,9 @@ static void answer_sizes(const vector<CheckpointRun>& runs, const string& model)
                                        r.step.ran() ? "" : " (out of memory)", size.c_str()));
         }
     }
-    answer("b", "In %s a step's peak is least with %s: %.1f MiB.", model.c_str(),
-           list_of(least).c_str(), mib_of(best->step.peak));
+    answer("b", "In %s a step's peak is least with %s: %.1f MiB%s.", model.c_str(),
+           list_of(least).c_str(), mib_of(best->step.peak),
+           least.size() > 1 ? " (within 0.1 %)" : "");
     if (!others.empty()) { answer("b", "Else the peak in MiB is %s.", list_of(others).c_str()); }
 }
 

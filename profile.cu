@@ -380,7 +380,7 @@ static void answer_shares(const ProfileRun& r) {
 
     const Kernels adamw = in(step, "optimizer");
     answer("d",
-           "AdamW has no matrix products. It takes %.1f of the %.1f ms that are traced in a step "
+           "AdamW has no matrix products. It takes %.4g of the %.4g ms that are traced in a step "
            "(%.1f %%).",
            ms_of(r, adamw), ms_of(r, step), share(adamw, step));
     answer("d",
@@ -404,12 +404,16 @@ static void answer_softmax(const ProfileRun& r) {
                       ms_of(r, attention));
     }
 
-    const double D = (double)r.config.d_model / r.config.num_heads, fewer_flops = 4 * D / 5;
-    answer("e",
-           "Softmax takes %.2f ms per forward and attention's two products %.2f ms (%s). It has %g "
-           "times fewer FLOPs (5 per score against 4 x %g), and each takes %.3g times as long.",
-           softmax_ms, products_ms, size_and_length(r).c_str(), fewer_flops, D,
-           fewer_flops * times_as_long);
+    // eager's softmax has all scores, the fused one T (T + 1) / 2 of T^2
+    const bool all = context.mode == EAGER;
+    const double D = (double)r.config.d_model / r.config.num_heads;
+    const double fewer_flops = 4 * D / 5 * (all ? 1 : 2.0 * r.T / (r.T + 1));
+    answer(
+        "e",
+        "Softmax takes %.4g ms per forward and attention's two products %.4g ms (%s). It has %.4g "
+        "times fewer FLOPs (5 per score%s against 4 x %g), and each takes %.3g times as long.",
+        softmax_ms, products_ms, size_and_length(r).c_str(), fewer_flops,
+        all ? "" : " that is not masked", D, fewer_flops * times_as_long);
 }
 
 // Chooses the runs whose numbers the answers give. With each_size it is one of each size: the
@@ -887,7 +891,7 @@ static void answer_residual(const MemoryRuns& runs) {
         each.push_back(
             strprintf("%d x %d x %d x 4 / 1024^2 = %.1f MiB", B, T, C, mib_of(4.0 * B * T * C)));
     }
-    answer("d", "batch x context length x d_model x 4 bytes = %s.", list_of(each).c_str());
+    answer("d", "batch x context length x d_model x 4 bytes (fp32) = %s.", list_of(each).c_str());
 }
 
 // (e) Tells how large forward's largest allocations are, and who makes them.
@@ -961,7 +965,7 @@ int cmd_memory_profiling(const Options& o) {
     print_peaks(runs,
                 strprintf("size %s, mode %s, batch %d, vocabulary %d; %s", config.name.c_str(),
                           caption_of(context.mode).c_str(), o.batch_size, config.vocab_size,
-                          predicted ? "predicted, every allocation counted"
+                          predicted ? "predicted as on a GPU, every allocation counted"
                                     : "the second run of each phase"));
     answer_memory_profiling(runs);
     return 0;

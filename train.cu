@@ -130,7 +130,7 @@ int cmd_train(const Options& o) {
         fail("step %d: a loss or a gradient is not finite; a smaller --lr may help", t.steps);
     }
     answer("",
-           "By step %d the held-out loss goes from %.4f to %.4f nats per byte; at most %.3g MiB "
+           "By step %d the held-out loss goes from %.4f to %.4f nats per byte; at most %.1f MiB "
            "are held.",
            t.steps, before, after, mib_of(memory_use(context.device).peak));
     if (o.sample > 0) {

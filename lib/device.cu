@@ -266,7 +266,11 @@ size_t system_memory(const char* group) {
 
     rlimit space;
     if (getrlimit(RLIMIT_AS, &space) == 0 && space.rlim_cur != RLIM_INFINITY) {
-        const size_t used = number_in("/proc/self", "status", "\nVmSize:") * 1024;
+        // OpenBLAS takes a buffer of 128 MiB for each thread when the thread first multiplies, and
+        // tries for ever where it gets none; malloc takes 64 MiB of addresses for each. So the
+        // tensors leave them that much.
+        const size_t for_threads = (size_t)omp_get_max_threads() * 200 << 20;
+        const size_t used = number_in("/proc/self", "status", "\nVmSize:") * 1024 + for_threads;
         left = min(left, max<size_t>(space.rlim_cur, used) - used);
     }
     return left;
@@ -649,7 +653,8 @@ string level(const Stats& a, const Stats& b, const string& with) {
 
     const int n = min(a.n, b.n);
     double noise = 2 * std::hypot(a.std / sqrt(a.n), b.std / sqrt(b.n));  // of the means
-    if (n < 5) { noise = max(noise, n == 1 ? 0.1 * larger : std::hypot(a.std, b.std)); }
+    // Few runs estimate their deviation badly: about Student's t for 2 n - 2 degrees of freedom.
+    if (n < 5) { noise = n == 1 ? 0.5 * larger : noise * (1 + 1.2 / (n - 1)); }
     if (difference > noise) { return ""; }
 
     if (difference > 0.1 * larger) { return "too noisy to compare" + with; }

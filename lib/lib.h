@@ -205,8 +205,8 @@ void synchronize();  // waits for all that context.device has been given
 // "NVIDIA H200, driver 580.159, CUDA 13.0, 150 GB" | "AMD EPYC, 2 threads, OpenBLAS Zen"
 string device_description();
 size_t available_memory(Device d);  // bytes that could be allocated now
-// Returns how many bytes of the CPU's memory Linux, our control group and RLIMIT_AS leave. group: a
-// folder.
+// Returns how many bytes of the CPU's memory Linux, our control group and RLIMIT_AS leave, the last
+// beside OpenBLAS' buffers. group: a folder.
 size_t system_memory(const char* group = nullptr);
 // The first call of main(): it may start the program anew, with other environment variables.
 void choose_cpu_settings(char** argv);

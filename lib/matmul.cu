@@ -11,7 +11,6 @@
 #endif
 #ifdef HAVE_OPENBLAS
 #include <cblas.h>
-#include <sys/resource.h>
 #endif
 
 DType matmul_dtype(Precision precision) {
@@ -161,15 +160,9 @@ void one_blas_thread() {
     std::call_once(once, [] {
         openblas_set_num_threads(1);
 
-        // Each of our threads needs a buffer, and rank 0 may later use all cores. Where `ulimit -v`
-        // forbids it, OpenBLAS tries for ever; so we fail here.
-        rlimit space;
-        size_t needs = (size_t)omp_get_num_procs() * 129 << 20;
-        if (getrlimit(RLIMIT_AS, &space) == 0 && space.rlim_cur != RLIM_INFINITY &&
-            needs > system_memory()) {
-            fail("out of memory: OpenBLAS needs %zu MiB, %zu are there", needs >> 20,
-                 system_memory() >> 20);
-        }
+        // Where `ulimit -v` leaves no room for the threads' buffers, OpenBLAS tries for ever; so we
+        // fail here. system_memory() leaves them out; 32 MiB may be taken without asking it.
+        if (system_memory() < 32 << 20) { fail("out of memory: no room for OpenBLAS' buffers"); }
     });
 #endif
 }

@@ -30,6 +30,8 @@ benchmarking_script --precision fp32 bf16                   | bf16: no such opti
 benchmarking_script --warmup 1,,2                          | 1,,2: a comma has nothing before or behind it
 benchmarking_script --warmup=1,2,                          | 1,2,: a comma has nothing before or behind it
 benchmarking_script --size ,                               | ,: a comma has nothing before or behind it
+benchmarking_script --steps 010                            | --steps: got 010, takes a whole number from
+benchmarking_script --batch_size 0x10                      | --batch_size: got 0x10, takes a whole number from
 benchmarking_script --seed 1.5                             | --seed: got 1.5, takes a whole number from
 communication_accounting --tp 4097                         | --tp: got 4097, takes a whole number from 1 to 4096
 fsdp_calcs --tokens 2147483648                             | --tokens: got 2147483648, takes a whole number from 1 to 2147483647

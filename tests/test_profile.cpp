@@ -529,7 +529,8 @@ TEST_CASE("memory_profiling: tables and files") {
     CHECK(has(r.out, "4 x 32 x 768 x 4 / 1024^2 = 0.4 MiB"));
     CHECK(has(r.out, "1 by lm_head linear (matmul.cu:"));
     CHECK(has(r.out,
-              "batch 4, vocabulary 10000; predicted, every allocation counted; meta (nothing is "
+              "batch 4, vocabulary 10000; predicted as on a GPU, every allocation counted; meta "
+              "(nothing is "
               "computed); commit "));
     for (const char* phase : {"forward", "step"}) {
         CHECK(std::filesystem::exists(folder / "new/snapshot_" + phase + "_small_32_fp32.pickle"));
@@ -655,6 +656,7 @@ static void check_said(const string& text, const vector<const char*>& all) {
 TEST_CASE("answers profile: nsys_profile on an H200") {
     begin_on(CPU);
     context.device = CUDA;
+    context.mode = EAGER;
     ProfileRun r = recorded();
     check_said(
         said(r),
@@ -667,13 +669,17 @@ TEST_CASE("answers profile: nsys_profile on an H200") {
          "1024). Of the rest most goes to softmax (5.5 %) and rope (2.5 %).",
          "**(d)** From forward to a whole step the share of matrix products goes from 91.9 "
          "to 82.9 %",
-         "**(d)** AdamW has no matrix products. It takes 101.9 of the 2231.9 ms that are traced in "
+         "**(d)** AdamW has no matrix products. It takes 101.9 of the 2232 ms that are traced in "
          "a step (4.6 %).",
          "**(d)** The other parts have 8.1 % of forward's traced time and 12.5 % of the step's; "
          "there most goes to softmax (12.5 %).",
          "**(e)** Softmax takes 38.32 ms per forward and attention's two products 41.61 ms "
          "(2.7B at context length 1024). It has 64 times fewer FLOPs (5 per score against 4 "
          "x 80), and each takes 58.9 times as long."});
+    context.mode = FUSED;  // whose softmax has T (T + 1) / 2 scores
+    check_said(said(r), {"127.9 times fewer FLOPs (5 per score that is not masked against 4 x 80), "
+                         "and each takes 118 times as long."});
+    context.mode = EAGER;
     // The answers' runs are one size's longest whose step ran, or whose forward did.
     ProfileRuns runs = {r, r, r, r};
     runs[0].config.name = "small";
@@ -688,10 +694,10 @@ TEST_CASE("answers profile: nsys_profile on an H200") {
     runs[0].step.oom = 1;
     CHECK(answered(runs, true) == Answered{&runs[1], &runs[2]});
 
-    r.in_trace = stats_of({1.174 * r.forward.ms.mean});
+    r.in_trace = stats_of({2.174 * r.forward.ms.mean});
     r.step.kernels[0].kernel = r.forward.kernels[0].kernel;
     r.forward.kernels.erase(r.forward.kernels.begin() + 3);  // one kernel for all of attention
-    check_said(said(r), {"): they differ (+17.4 %).", "With backward it is the same, `sm80",
+    check_said(said(r), {"): they differ (+117.4 %).", "With backward it is the same, `sm80",
                          "Softmax and both products are not apart here (38.32 ms per forward)",
                          " % goes to matrix products outside attention (2.7B at",
                          "the share of matrix products outside attention goes from "});
