@@ -230,7 +230,8 @@ def run_yours(model, modules, batch, autocast):
     model.zero_grad(set_to_none=True)
     with register_module_forward_hook(keep), autocast: logits = logits_of(model, batch["tokens"])
     if logits.grad_fn is None: raise Usage("the logits have no grad_fn: forward detaches them, or is under no_grad()")
-    loss = F.cross_entropy(logits.float().flatten(0, -2), batch["targets"].flatten())
+    with your_code(f"cross_entropy of its logits {list(logits.shape)}"):
+        loss = F.cross_entropy(logits.float().flatten(0, -2), batch["targets"].flatten())
     with your_code("backward"): loss.backward()
     return out | {"lm_head": logits.detach(), "loss": loss.detach()}
 
@@ -536,14 +537,16 @@ def attention_causes(attention, yours, numbers, inputs, causal, precision):
     return likely_causes(mistakes, run, given)
 
 
-def at_scores_of_100(attention, q, k, v):
+def at_scores_of_100(attention, q, k, v, sign):
     """(the difference, in words what is not finite). All scores get one addend, so the softmax is the same."""
     q, k = q.clone(), k.clone()
-    q[..., 0] = k[..., 0] = (100 * q.shape[-1] ** 0.5) ** 0.5
+    q[..., 0] = (100 * q.shape[-1] ** 0.5) ** 0.5
+    k[..., 0] = sign * q[..., 0]
     theirs = cs336("attention", {"inputs": {"q": q, "k": k, "v": v, "do": v}})
     yours = attention(q, k, v, False).detach()
-    overflows = "" if yours.isfinite().all() else " exp(100) is infinite in fp32: subtract a row's maximum before exp."
-    return apart(yours, theirs["o"].to(yours)), f"o, scores near 100:{not_finite(yours)}{overflows}"
+    why = " exp(-100) is nearly 0: subtract a row's maximum before exp, also one below 0, so m begins at -inf."
+    if sign > 0: why = "" if yours.isfinite().all() else " exp(100) is infinite in fp32: subtract a row's maximum before exp."
+    return apart(yours, theirs["o"].to(yours)), f"o, scores near {sign * 100}:{not_finite(yours)}{why}"
 
 
 @verdict
@@ -578,9 +581,10 @@ def check_attention(attention, precision="fp32", context_length=128, head_size=6
     broken = [e for e in lacks.values() if e.word != NOT_YET]
     if not rows: raise [*broken, *lacks.values()][0]
     if precision == "fp32" and here == "cpu" and not wrong:
-        far, said = at_scores_of_100(attention, q, k, v)
-        rows.append(["no", "o, scores near 100", f"{far:.1e}", "DIFFERS" if far > bound else "ok"])
-        if far > bound: more[said] = True
+        for sign in (1, -1):
+            far, said = at_scores_of_100(attention, q, k, v, sign)
+            rows.append(["no", f"o, scores near {sign * 100}", f"{far:.1e}", "DIFFERS" if far > bound else "ok"])
+            if far > bound: more[said] = True
     print(f"\nattention: {shape}, {precision}. Relative differences from ./cs336:\n")
     show(["causal", "tensor", "difference", f"bound {bound:g}"], rows)
     for e in lacks.values(): print(f"{NOT_YET if e.word == NOT_YET else 'not compared'}: {e}")
@@ -588,8 +592,10 @@ def check_attention(attention, precision="fp32", context_length=128, head_size=6
     for line in more: print(f"DIFFERS: {line}")
     if wrong:
         print("DIFFERS, " + " and ".join("causal" if causal else "not causal" for causal in wrong) + ".")
-        causal = min(wrong)  # a mistake that is no mask's shows without a mask; a mask's is seen only where it is used
-        with matmuls("fp32"): found = attention_causes(attention, *wrong[causal], inputs, causal, precision)
+        for causal in sorted(wrong):  # a mistake that is no mask's shows without a mask; a mask's is seen only where it is used
+            with matmuls("fp32"): found = attention_causes(attention, *wrong[causal], inputs, causal, precision)
+            if found[0]: break
+        else: causal = min(wrong)
         say_cause(*found, "Attention by its formula", functools.partial(unseen_in_attention, attention, inputs, causal))
         worst = max(x for _, numbers in wrong.values() for x in numbers.values())
         if here == "cuda" and precision == "fp32" and worst <= BOUNDS["tf32"]:

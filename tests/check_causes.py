@@ -3,7 +3,7 @@
 changes() reads a formula's own text and changes it in one place: a factor left out, eps outside the root, another axis,
 power, sign, name or order of lines. A mistake has an entry here only if it is more than that, or has plainer words;
 then rewritten() puts other lines into the formula's text."""
-import ast, contextlib, functools, inspect, itertools, math, re, time
+import ast, contextlib, functools, inspect, itertools, math, re, time, warnings
 import torch
 from torch import cos, exp, log, sigmoid, sin, softmax, sqrt, tanh, where  # noqa: F401, names of changed formulas
 import torch.nn.functional as F
@@ -165,17 +165,21 @@ def changes(formula):
 
 def explains(run, wrong, yours):
     """(how many of yours agree before the first that does not, the largest difference if all agree, else None)"""
-    agreed = []
+    agreed, told = [], []  # told: is it more than NaN, which many mistakes give
 
     def see(name, x):
         if name not in yours: return
         far = difference(yours[name], x) if yours[name].shape == x.shape else math.inf
         if far > SAME: raise ArithmeticError
         agreed.append(far)
+        told.append(bool(x.isfinite().any()))
 
-    try: run(see, **wrong)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a changed formula: it is not the student's
+            run(see, **wrong)
     except Exception: return len(agreed), None  # it differs, or is no formula any more
-    return len(agreed), max(agreed, default=None)
+    return len(agreed), max(agreed) if any(told) else None
 
 
 def likely_causes(mistakes, run, yours):
@@ -188,7 +192,8 @@ def likely_causes(mistakes, run, yours):
     torch.set_num_threads(1)
     run(right.__setitem__)
     yours = {name: yours[name] for name, x in right.items() if name in yours and yours[name].shape == x.shape}
-    common = explains(run, {}, yours)[0]
+    common, all_agree = explains(run, {}, yours)
+    if all_agree is not None: return [], None
     for wrong, cause in mistakes:
         agree, far = explains(run, wrong, yours)
         if far is not None: near.append((far, cause))
@@ -232,7 +237,7 @@ class Seen(TorchDispatchMode):
     def keep(self, out):
         for t in tree_leaves(out):
             if not isinstance(t, torch.Tensor) or t.numel() < 2: continue
-            if t.is_complex(): t = torch.view_as_real(t)
+            if t.is_complex(): t = torch.view_as_real(t.resolve_conj())
             if t.dtype.is_floating_point: self.values.append(t.detach().float().flatten().sort().values)
 
     def has(self, x):
@@ -243,7 +248,9 @@ class Seen(TorchDispatchMode):
 
     def lacks(self, stages):
         """In words, which of ours {stage: tensor, or any of several}, in order, no operation of yours gives."""
-        has = {name: any(map(self.has, x if isinstance(x, tuple) else (x,))) for name, x in stages.items()}
+        parts = {name: x if isinstance(x, tuple) else (x,) for name, x in stages.items()}
+        most = max((t.numel() for t in self.values), default=0)  # by tiles, no operation gives a whole one
+        has = {name: any(map(self.has, x)) for name, x in parts.items() if most >= min(t.numel() for t in x)}
         lacks = [name for name in has if not has[name]]
         if not lacks: return ""
         some = ", ".join(name for name in has if has[name])

@@ -350,7 +350,9 @@ def compare_training(kind, case, results):
     first = f"{max(apart(w[0][name], t) for w in weights for name, t in start.items()):.1e}"
     shown = [held[when] for when in ("before the first step", "peak", "after forward") if when in held]
     if kind == "fsdp": first = ", ".join(f"{share:.0%}" for share in shown)
-    ok = not more + said and last <= (2 * bound if kind == "fsdp" else bound)
+    # In fp16 roundings grow from step to step, also between two right ones: there each step's gradients tell.
+    far_off = worst if case == "fp16" else last
+    ok = not more + said and far_off <= (2 * bound if kind == "fsdp" else bound)
     return [first, f"{worst:.1e}", f"{last:.1e}"], ok, more + said, notes_of(kind, case, sent, rounded, held)
 
 

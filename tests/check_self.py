@@ -290,6 +290,8 @@ MISTAKES = [
     ("model", "functional.silu", "functional.gelu", "GELU instead of SiLU"),
     ("model", "x = x + self.attn(self.ln1(x))", "x = self.ln1(x + self.attn(x)); return self.ln2(x + self.ffn(x))", "after the residual sum"),
     ("model", "self.lm_head(self.ln_final(x))", "self.lm_head(x)", "no norm before lm_head"),
+    ("model", "        return out", "        return torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * "
+     "torch.complex(cos, -sin)).flatten(-2)", "the rotary embedding turns the other way"),
     ("model", "nn.Linear(d_model, vocab_size, bias=False)", "nn.Linear(d_model, vocab_size)", "lm_head.bias is a parameter"),
     ("model", "theta ** (-torch.arange(0, D, 2) / D)", "theta ** (-torch.arange(D // 2) / D)",
      "is 100 instead of 10000, or its exponent lacks its factor 2"),
@@ -348,6 +350,9 @@ MISTAKES = [
     ("adamw", 'group["betas"], group["eps"]', '(0.9, 0.999), group["eps"]', "betas: always (0.9, 0.999), whatever is given"),
     ("attention", "scale = q.shape[-1] ** -0.5", "scale = q.shape[-1] ** -0.5; q.mul_(1.001)", "attention changes its input q"),
     ("attention", "o = s.softmax(dim=-1) @ v", "e = s.exp(); o = e / e.sum(-1, keepdim=True) @ v", "exp(100) is infinite in fp32"),
+    ("attention", "o = s.softmax(dim=-1) @ v", "e = (s - s.amax(-1, keepdim=True).clamp(min=0)).exp(); o = e / e.sum(-1, keepdim=True) @ v",
+     "exp(-100) is nearly 0"),
+    ("attention", ".tril(0) > 0", ".tril(0) == 0", "the causal mask is inverted"),
     ("attention", "return ds @ k,", "return ds @ k / ctx.scale,", "dQ lacks the factor 1/sqrt(D)"),
     ("attention", "ds.mT @ q", "ds.mT @ q / ctx.scale", "dK lacks the factor 1/sqrt(D)"),
     ("attention", "return ds @ k, ds.mT @ q,", "return ds.mT @ q, ds @ k,", "backward returns dK, dQ, dV instead of dQ, dK, dV"),
@@ -622,6 +627,8 @@ def inputs():
     for p in half.parameters(): p.data = p.data.half()
     expect("fp16 weights", True, "float16", "model", model=half)
     expect("fp16 buffers", None, "the buffer layers.0.attn.cos is rounded to float16", "model", model=half.half())
+    last = SOLUTION.replace("self.lm_head(self.ln_final(x))", "self.lm_head(self.ln_final(x))[:, -1]")
+    expect("the last position's logits", None, "cross_entropy of its logits [2, 97] raised", "model", last)
     expect("a batch that is too long", None, "forward of 30 tokens raised", "model", context_length=30)
     tied = solution.TransformerLM(**MODEL)
     tied.lm_head.weight = tied.token_embeddings.weight
