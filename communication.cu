@@ -252,12 +252,11 @@ static void answer_least_batch(const Options& options, double alpha, double most
     answer(
         "d",
         "Choose the split: by (c)'s formula the least batch with X Y = %.7g is %.1f tokens per "
-        "chip, with (X, Y) = "
-        "(%g, %g). It would be 4 alpha^2 / (M_X M_Y F) = 4 x %.1f^2 / (%g x %g x %g) = %.1f, if "
-        "X could be 2 alpha N / (M_Y F) = %.1f. Communication on both axes at once would divide "
-        "this by 4: alpha^2 / (M_X M_Y F) = %.1f. Fewer bytes (8-bit weights halve alpha X / M_X), "
-        "more links per axis and pipeline stages lower it further. Gradient accumulation does "
-        "not: each micro-batch gathers the weights.",
+        "chip, with (X, Y) = (%g, %g). It would be 4 alpha^2 / (M_X M_Y F) = 4 x %.1f^2 / (%g x %g "
+        "x %g) = %.1f, if X could be 2 alpha N / (M_Y F) = %.1f. Communication on both axes at "
+        "once would divide this by 4: alpha^2 / (M_X M_Y F) = %.1f. Fewer bytes (8-bit weights "
+        "halve alpha X / M_X), more links per axis and pipeline stages lower it further. Gradient "
+        "accumulation does not: each micro-batch gathers the weights.",
         N, least, best_X, N / best_X, alpha, M_X, M_Y, F, per_chip, 2 * N / most_Y, per_chip / 4);
 }
 
@@ -296,8 +295,8 @@ int cmd_communication_accounting(const Options& options) {
         "b",
         "A device holds (16 P + A/2) / N + A/2 bytes, where A is what its tokens save for "
         "backward, half of it sharded. Without activations that is below %g GB from N = %.0f on; "
-        "with --tokens %d per device, from N = %.0f on. No N is enough from %g GB / "
-        "(%.4g MB / 2) = %.0f tokens per device on, because A/2 alone fills the memory.",
+        "with --tokens %d per device, from N = %.0f on. No N is enough from %g GB / (%.4g MB / 2) "
+        "= %.0f tokens per device on, because A/2 alone fills the memory.",
         CHIP_GB, least_devices(0), options.tokens, least_devices(per_token * options.tokens),
         CHIP_GB, per_token / MB, too_many);
     answer_least_batch(options, alpha, most_Y);

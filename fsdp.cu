@@ -794,11 +794,11 @@ static void leaderboard(Options options, const Communicator& c) {
                          1e-9 * fast_ways.kept_on_host());
     }
     const string caption =
-        caption_of(options, config, c) + strprintf(
-                                             "; causal; a sequence per backward; %.4g FLOP per "
-                                             "step, the scores' twice, without what else runs "
-                                             "again%s",
-                                             run.flops, kept.c_str());
+        caption_of(options, config, c) +
+        strprintf(
+            "; causal; a sequence per backward; %.4g FLOP per step, with attention's scores "
+            "counted twice, and nothing else that runs again%s",
+            run.flops, kept.c_str());
     print_leaderboard(run, caption);
     if (run.oom) { fail_without_step(run); }
     answer_leaderboard(run);

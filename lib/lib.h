@@ -30,7 +30,7 @@
 #include <omp.h>
 #include <unistd.h>
 
-// Names of the standard library that stand on every page. Of max and min CUDA has its own, too,
+// Names of the standard library that stand on many pages. Of max and min CUDA has its own, too,
 // which take mixed types: where types differ, name the one that is meant, as in max<float>.
 using std::function;
 using std::ifstream;

@@ -352,7 +352,6 @@ MISTAKES = [
     ("attention", "o = s.softmax(dim=-1) @ v", "e = s.exp(); o = e / e.sum(-1, keepdim=True) @ v", "exp(100) is infinite in fp32"),
     ("attention", "o = s.softmax(dim=-1) @ v", "e = (s - s.amax(-1, keepdim=True).clamp(min=0)).exp(); o = e / e.sum(-1, keepdim=True) @ v",
      "exp(-100) is nearly 0"),
-    ("attention", ".tril(0) > 0", ".tril(0) == 0", "the causal mask is inverted"),
     ("attention", "return ds @ k,", "return ds @ k / ctx.scale,", "dQ lacks the factor 1/sqrt(D)"),
     ("attention", "ds.mT @ q", "ds.mT @ q / ctx.scale", "dK lacks the factor 1/sqrt(D)"),
     ("attention", "return ds @ k, ds.mT @ q,", "return ds.mT @ q, ds @ k,", "backward returns dK, dQ, dV instead of dQ, dK, dV"),
