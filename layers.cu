@@ -347,12 +347,12 @@ static void for_each(Device device, int64_t N, int64_t columns, const F& f) {
 Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype) {
     if (context.device == META) { return empty({T, D}, dtype, INPUTS); }
 
-    vector<float> values(T * D);
+    vector<float> values;
     for (int64_t t = 0; t < T; t++) {
         for (int64_t i = 0; i < D / 2; i++) {
             double angle = t * pow((double)theta, -2.0 * i / D);
-            values[t * D + 2 * i] = (float)cos(angle);
-            values[t * D + 2 * i + 1] = (float)sin(angle);
+            values.push_back((float)cos(angle));
+            values.push_back((float)sin(angle));
         }
     }
     return from_floats(values, {T, D}, dtype);
