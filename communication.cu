@@ -344,25 +344,16 @@ static vector<PassCost> tp_costs(const LayerSizes& l, double N) {
             {"Forward", 6 * B * D * F / N, seconds, 1 + 3 * F * W / (2 * C)}};
 }
 
-// Returns forward's costs on N devices along the FSDP axis and M along the TP axis. With a = B W /
-// C and b = 3 D_FF W / (2 C) FSDP's time is at most the products' up to N = 1 + a, and TP's up to
-// M = 1 + b. If the axes communicate in turn, their times add up. Then the bound is
-// 3 D_FF N + 2 B M <= Q = 3 B D_FF W / C + 3 D_FF + 2 B. N M is largest where both terms are Q / 2:
-// at N = Q / (6 D_FF) and M = Q / (4 B). If N or M is below 1 there, the best split has only the
-// other axis.
+// Returns forward's costs on N devices along the FSDP axis and M along the TP axis: those of each
+// axis, and those of both if they communicate at the same time.
 static vector<PassCost> fsdp_tp_costs(const LayerSizes& l, double N, double M) {
     auto [B, D, F, C, W] = l;
-    const double a = B * W / C, b = 3 * F * W / (2 * C), Q = 3 * B * F * W / C + 3 * F + 2 * B;
-    double in_turn = Q * Q / (24 * B * F);
-    if (Q < 6 * F) { in_turn = 1 + b; }  // N would be below 1: TP alone
-    if (Q < 4 * B) { in_turn = 1 + a; }  // M would be below 1: FSDP alone
-
     const double flops = 6 * B * D * F / (N * M);
     const double fsdp = 6 * D * F * (N - 1) / (N * M) / W, tp = 4 * B * D * (M - 1) / (N * M) / W;
-    return {{"FSDP axis", flops, fsdp, 1 + a},
-            {"TP axis", flops, tp, 1 + b},
-            {"both, overlapped", flops, max(fsdp, tp), (1 + a) * (1 + b)},
-            {"both, in turn", flops, fsdp + tp, in_turn}};
+    const double most_fsdp = 1 + B * W / C, most_tp = 1 + 3 * F * W / (2 * C);
+    return {{"FSDP axis", flops, fsdp, most_fsdp},
+            {"TP axis", flops, tp, most_tp},
+            {"both, overlapped", flops, max(fsdp, tp), most_fsdp * most_tp}};
 }
 
 static LayerSizes sizes_of(const Options& o) {
@@ -489,6 +480,9 @@ int cmd_fsdp_tp_calcs(const Options& options) {
            "D_FF W / (2 C) = 1 + 3 x %.7g x %g / (2 x %g) = %.4g, where N_FSDP cancels. So N <= "
            "%.4g x %.4g = %.4g devices.",
            B, W, C, fsdp.most, F, W, C, tp.most, fsdp.most, tp.most, overlapped.most);
+
+    // (d) N M <= Q^2 / (24 B D_FF), but where N or M is below 1 there, the best split has only the
+    // other axis.
     const double Q = 3 * B * F * W / C + 3 * F + 2 * B;
     answer(
         "d",
