@@ -231,7 +231,7 @@ static void answer_least_batch(const Options& options, double alpha, double most
     answer("c",
            "alpha = C / W = %g TFLOP/s / %g GB/s = %.1f FLOP per byte. With many chips per axis "
            "forward is compute bound from B = (alpha X / M_X) / (1 - alpha Y / (M_Y F)) = (%.1f x "
-           "%g / %g) / (1 - %.1f x %g / (%g x %g)) = %.1f tokens overall, %.1f per chip. There "
+           "%g / %g) / (1 - %.1f x %g / (%g x %.7g)) = %.1f tokens overall, %.1f per chip. There "
            "FSDP's gathers and TP's all-reduces take turns. If both axes communicate at once, "
            "alpha X / M_X = %.1f tokens "
            "(%.1f per chip) are enough, with Y below M_Y F / alpha = %.1f.",
@@ -253,7 +253,7 @@ static void answer_least_batch(const Options& options, double alpha, double most
         "d",
         "Choose the split: by (c)'s formula the least batch with X Y = %.7g is %.1f tokens per "
         "chip, with (X, Y) = (%g, %g). It would be 4 alpha^2 / (M_X M_Y F) = 4 x %.1f^2 / (%g x %g "
-        "x %g) = %.1f, if X could be 2 alpha N / (M_Y F) = %.1f. Communication on both axes at "
+        "x %.7g) = %.1f, if X could be 2 alpha N / (M_Y F) = %.1f. Communication on both axes at "
         "once would divide this by 4: alpha^2 / (M_X M_Y F) = %.1f. Fewer bytes (8-bit weights "
         "halve alpha X / M_X), more links per axis and pipeline stages lower it further. Gradient "
         "accumulation does not: each micro-batch gathers the weights.",
@@ -278,14 +278,13 @@ int cmd_communication_accounting(const Options& options) {
 
     const double state_gb = 16 * P / GB;  // with gradients and moments
     answer("", "communication_accounting; %s", origin().c_str());
-    answer(
-        "a",
-        "P = 2 D F L = 2 x %g x %g x %g = %.4g parameters take 4 P = %.1f GB in fp32. With "
-        "gradients and AdamW's two moments they take 16 P = %.1f GB, the memory of %.1f / %g = "
-        "%.2f GPUs, rounded up %.0f. Backward saves 2 L (D + F) = 2 x %g x (%g + %g) = %.4g MB per "
-        "token in bf16.",
-        D, F, L, P, 4 * P / GB, state_gb, state_gb, GPU_GB, state_gb / GPU_GB,
-        ceil(state_gb / GPU_GB), L, D, F, per_token / MB);
+    answer("a",
+           "P = 2 D F L = 2 x %.7g x %.7g x %g = %.4g parameters take 4 P = %.1f GB in fp32. With "
+           "gradients and AdamW's two moments they take 16 P = %.1f GB, the memory of %.1f / %g = "
+           "%.2f GPUs, rounded up %.0f. Backward saves 2 L (D + F) = 2 x %g x (%.7g + %.7g) = %.4g "
+           "MB per token in bf16.",
+           D, F, L, P, 4 * P / GB, state_gb, state_gb, GPU_GB, state_gb / GPU_GB,
+           ceil(state_gb / GPU_GB), L, D, F, per_token / MB);
 
     // the least N with (16 P + A/2) / N + A/2 < a chip's memory
     auto least_devices = [&](double A) {
@@ -345,15 +344,16 @@ static vector<PassCost> tp_costs(const LayerSizes& l, double N) {
 }
 
 // Returns forward's costs on N devices along the FSDP axis and M along the TP axis: those of each
-// axis, and those of both if they communicate at the same time.
+// axis, and those of both if they communicate at the same time. With a = B W / C and b = 3 D_FF W /
+// (2 C) FSDP's time is at most the products' up to N = 1 + a, and TP's up to M = 1 + b.
 static vector<PassCost> fsdp_tp_costs(const LayerSizes& l, double N, double M) {
     auto [B, D, F, C, W] = l;
+    const double a = B * W / C, b = 3 * F * W / (2 * C);
     const double flops = 6 * B * D * F / (N * M);
     const double fsdp = 6 * D * F * (N - 1) / (N * M) / W, tp = 4 * B * D * (M - 1) / (N * M) / W;
-    const double most_fsdp = 1 + B * W / C, most_tp = 1 + 3 * F * W / (2 * C);
-    return {{"FSDP axis", flops, fsdp, most_fsdp},
-            {"TP axis", flops, tp, most_tp},
-            {"both, overlapped", flops, max(fsdp, tp), most_fsdp * most_tp}};
+    return {{"FSDP axis", flops, fsdp, 1 + a},
+            {"TP axis", flops, tp, 1 + b},
+            {"both, overlapped", flops, max(fsdp, tp), (1 + a) * (1 + b)}};
 }
 
 static LayerSizes sizes_of(const Options& o) {
@@ -375,12 +375,13 @@ int cmd_alternate_ring_all_reduce(const Options& options) {
            "alternate_ring_all_reduce: S = %g MB per device, N = %.7g, W = %g GB/s out of each "
            "device; %s",
            options.tensor_mb, N, options.bandwidth_gb, origin().c_str());
-    answer("",
-           "The alternative takes (N - 1) S / W = (%.7g - 1) x %g / %g = %.4g ms: in each of N - 1 "
-           "steps each device sends a whole tensor of S bytes. That is N / 2 = %g times as long as "
-           "reduce-scatter and all-gather: these send S / N bytes in each of 2 (N - 1) steps, 2 (N "
-           "- 1) S / (N W) = 2 x (%.7g - 1) x %g / (%.7g x %g) = %.4g ms.",
-           N, S, W, ms, N / 2, N, S, N, W, usual_ms);
+    answer(
+        "",
+        "The alternative takes (N - 1) S / W = (%.7g - 1) x %g / %g = %.4g ms: in each of N - 1 "
+        "steps each device sends a whole tensor of S bytes. That is N / 2 = %.7g times as long as "
+        "reduce-scatter and all-gather: these send S / N bytes in each of 2 (N - 1) steps, 2 (N "
+        "- 1) S / (N W) = 2 x (%.7g - 1) x %g / (%.7g x %g) = %.4g ms.",
+        N, S, W, ms, N / 2, N, S, N, W, usual_ms);
     return 0;
 }
 
@@ -390,19 +391,19 @@ static int split_of_batch(const Options& options, const char* name, const vector
                           const char* sends) {
     const auto [B, D, F, C, W] = sizes_of(options);
     const double N = options.devices;
-    print_setting(options, strprintf("N = %s = %g", name, N));
+    print_setting(options, strprintf("N = %s = %.7g", name, N));
     for (const PassCost& pass : costs) {
         const int k = 2 * pass.products;
         answer("a",
-               "%s: %d B D D_FF / N = %d x %.7g x %.7g x %.7g / %g = %.4g FLOP, %d products of 2 "
+               "%s: %d B D D_FF / N = %d x %.7g x %.7g x %.7g / %.7g = %.4g FLOP, %d products of 2 "
                "(B / N) D D_FF.",
                pass.what, k, k, B, D, F, N, pass.flops, pass.products);
     }
     for (const PassCost& pass : costs) {
         const int k = 2 * pass.products;
         answer("b",
-               "%s: %d D D_FF (N - 1) / (N W) = %d x %.7g x %.7g x (%g - 1) / (%g x %g) = %.4g ms. "
-               "A ring sends (N - 1) / N of 6 D D_FF bytes out of each device %s.",
+               "%s: %d D D_FF (N - 1) / (N W) = %d x %.7g x %.7g x (%.7g - 1) / (%.7g x %g) = %.4g "
+               "ms. A ring sends (N - 1) / N of 6 D D_FF bytes out of each device %s.",
                pass.what, k, k, D, F, N, N, W, 1e3 * pass.communication,
                pass.products == BACKWARD_PRODUCTS ? sends : "once, to gather the weights");
     }
@@ -427,7 +428,7 @@ int cmd_tp_calcs(const Options& options) {
     const double N = options.devices;
     const vector<PassCost> costs = tp_costs(sizes_of(options), N);
     const PassCost &backward = costs[0], &forward = costs[1];
-    print_setting(options, strprintf("N_TP = %g", N));
+    print_setting(options, strprintf("N_TP = %.7g", N));
     answer("a",
            "Device i holds W1(i), W2(i), W3(i) and saved x, x1(i), x2(i), z(i). Each device has "
            "all of dY, because y was all-reduced, so nothing is sent before the end: there one "
@@ -442,13 +443,14 @@ int cmd_tp_calcs(const Options& options) {
         "dx(i)  = dx1(i) W1(i)^T + dx2(i) W2(i)^T     (B, D)             a partial sum\n"
         "dx     = all-reduce(dx(i))                   (B, D)\n");
     answer("b",
-           "Forward: 6 B D D_FF / N_TP = 6 x %.7g x %.7g x %.7g / %g = %.4g FLOP, three products "
+           "Forward: 6 B D D_FF / N_TP = 6 x %.7g x %.7g x %.7g / %.7g = %.4g FLOP, three products "
            "of 2 B D (D_FF / N_TP). Backward: 12 B D D_FF / N_TP = %.4g FLOP, six products.",
            B, D, F, N, forward.flops, backward.flops);
-    answer("c",
-           "Forward: 4 B D (N_TP - 1) / (N_TP W) = 4 x %.7g x %.7g x (%g - 1) / (%g x %g) = %.4g "
-           "ms, an all-reduce of y, 2 B D bytes. Backward: the same, an all-reduce of dx.",
-           B, D, N, N, W, 1e3 * forward.communication);
+    answer(
+        "c",
+        "Forward: 4 B D (N_TP - 1) / (N_TP W) = 4 x %.7g x %.7g x (%.7g - 1) / (%.7g x %g) = %.4g "
+        "ms, an all-reduce of y, 2 B D bytes. Backward: the same, an all-reduce of dx.",
+        B, D, N, N, W, 1e3 * forward.communication);
     answer("d",
            "Forward: N_TP <= 1 + 3 D_FF W / (2 C) = 1 + 3 x %.7g x %g / (2 x %g) = %.4g devices, "
            "from 4 (N_TP - 1) / W <= 6 D_FF / C, where B and D cancel. Backward: N_TP <= 1 + 3 "

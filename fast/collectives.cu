@@ -1,7 +1,7 @@
 // fast/collectives.cu: NCCL beside products. Results stay the same but for rounding: from three
 // ranks on an all-reduce in two calls may add up in another order. It has two parts:
 //   two lanes   reduce-scatters have a communicator and a stream of their own, so that FSDP's
-//               gathers run beside them
+//               gathers run beside them. From NCCL 2.30 on all-reduces of means go there, too.
 //   windows     memory that all ranks have registered with NCCL: copy engines then move what is
 //               gathered, and the multiprocessors are left to products. An all-reduce that is a
 //               scatter and a gather gains by that for its second half.
@@ -16,9 +16,9 @@
 #define WITH_WINDOWS
 #endif
 
-static Lane lane;                 // of all collectives but reduce-scatters
-static Lane reduce_scatter_lane;  // of these, and of what NCCL cannot do in windows
-static int version;               // NCCL's, while it runs: 22809 is 2.28.9
+static Lane lane;                 // of all collectives but the other lane's
+static Lane reduce_scatter_lane;  // of these, and from NCCL 2.30 on of means
+static int version;               // of the NCCL that is loaded: 22809 is 2.28.9
 static shared_ptr<Places> windows;
 
 #ifdef WITH_WINDOWS
@@ -87,8 +87,8 @@ static void start(const Communicator& c, Work& work, const Collective& x) {
         work.begin = begin;
         return;
     }
-    // From NCCL 2.30 on an all-reduce of a mean in a window fails ("invalid device function"): it
-    // has no such kernel. The other lane knows no windows.
+    // From NCCL 2.30 on an all-reduce of a mean in a window fails ("invalid device function"): NCCL
+    // takes a kernel for it that does not exist. The other lane's communicator knows no windows.
     const bool fails = x.how == AVERAGE && version >= 23000;
     const bool other = fails || x.kind == Collective::REDUCE_SCATTER;
     enqueue(c, other ? reduce_scatter_lane : lane, work, x, mark());

@@ -415,6 +415,18 @@ TEST_CASE("calcs: answers where communication is the limit, or an axis goes") {
         {"But an axis has at least one device. So there is only the TP axis here, and N "
          "<= 8.513 devices"});
 }
+TEST_CASE("calcs: a number in a formula has all of its digits") {
+    Options many = handout();
+    many.devices = 1000001;
+    many.d_ff = 1000003;
+    for (auto* command : {cmd_data_parallel_calcs, cmd_fsdp_calcs, cmd_tp_calcs}) {
+        const string text = csv_of(command, many);
+        CHECK_MESSAGE(!has(text, "e+06"), text);
+    }
+    CHECK(has(csv_of(cmd_alternate_ring_all_reduce, many), "N / 2 = 500000.5 times"));
+    many.tokens = 700;
+    CHECK(!has(csv_of(cmd_communication_accounting, many), "e+06"));
+}
 TEST_CASE("calcs: wrong options") {
     for (const auto& [option, value] : {pair("--devices", "1"),
                                         {"--devices", "1048577"},
