@@ -483,8 +483,8 @@ int cmd_fsdp_tp_calcs(const Options& options) {
            "%.4g x %.4g = %.4g devices.",
            B, W, C, fsdp.most, F, W, C, tp.most, fsdp.most, tp.most, overlapped.most);
 
-    // (d) N M <= Q^2 / (24 B D_FF), but where N or M is below 1 there, the best split has only the
-    // other axis.
+    // (d) N M is at most Q^2 / (24 B D_FF). If N or M is below 1 at that split, the best split has
+    // only the other axis.
     const double Q = 3 * B * F * W / C + 3 * F + 2 * B;
     answer(
         "d",
