@@ -914,15 +914,17 @@ struct ShardingRun : WayRun {
 // in the wrapped optimizer, and after the first step.
 static void run_sharded(const Communicator& c, const Options& options, const ModelConfig& config,
                         ShardingRun& run) {
-    size_t before = 0;  // held already, as cuBLAS's workspace
+    MemoryUse before{};  // held already, as cuBLAS's workspace: no part of the peaks
     auto note_peak = [&](const char* moment) {
         synchronize();
         run.peaks.emplace_back(moment, memory_use(context.device));
-        run.peaks.back().second.peak -= before;
+        MemoryUse& use = run.peaks.back().second;
+        use.peak -= before.now;
+        for (int i = 0; i < CATEGORIES; i++) { use.peak_by[i] -= before.now_by[i]; }
         reset_peak(context.device);
     };
     auto make = [&](const Communicator& c) {
-        before = memory_use(context.device).now;
+        before = memory_use(context.device);
         reset_peak(context.device);
         Model model = make_model(config);  // plain fp32: the sharded optimizer steps no other form
         init_weights(model, options.seed);

@@ -186,6 +186,17 @@ static void check_what_ranks_tell(const Communicator& c) {
     const WayRun alone = single_process(c, o, config);
     if (c.rank == 0) { CHECK(alone.loss == doctest::Approx(naive.loss).epsilon(1e-5)); }
 
+    // What was held before a run is no part of its peaks, nor of any category.
+    const Tensor held = empty_on(CPU, {1 << 20}, U8, WORKSPACE);
+    ShardingRun unsharded{{"unsharded"}, UNSHARDED};
+    run_sharded(c, o, config, unsharded);
+    CHECK(unsharded.peaks.size() == 3);
+    for (const auto& [moment, use] : unsharded.peaks) {
+        INFO(moment);
+        CHECK(std::accumulate(use.peak_by, use.peak_by + CATEGORIES, (size_t)0) == use.peak);
+        CHECK(use.peak_by[WORKSPACE] < 1 << 20);
+    }
+
     // The times are means over the ranks: rank 0 takes 40 ms more than rank 1's 40.
     o.warmup = {1};
     o.steps = 2;
