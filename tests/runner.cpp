@@ -109,6 +109,10 @@ int main(int argc, char** argv) {
     if (std::filesystem::path(argv[0]).filename() == "cs336") { return program_main(argc, argv); }
 #endif
     choose_cpu_settings(argv);
+    if (access(program().c_str(), X_OK) != 0) {
+        fprintf(stderr, "no program %s: tests that run it fail. Type `make`, or set CS336_BINARY\n",
+                program().c_str());
+    }
     doctest::Context runner(argc, argv);
     int exit_code = runner.run();
     if (exit_code == 0 && passed + skipped == 0 && !runner.shouldExit()) {
