@@ -1,7 +1,7 @@
 // cs336.h: what most files of this folder share; what lib/ offers is in lib/lib.h. Look things up
 // here: first the letters, then the Options, then each file's offer, in the order of reading.
 //   precision.cu  1.1.5: fp16 and bf16, sums, what autocast does, loss scaling
-//   layers.cu     the Transformer's ops, each as formula, loop and kernel; AdamW's, too
+//   layers.cu     the Transformer's ops and AdamW: formula, loop and kernel, or one body for both
 //   model.cu      the Transformer LM and a step; 1.1.3, 1.1.5 (c), 1.3 (b), checkpointing
 //   attention.cu  1.2.1 to 1.3.1: attention by its definition, then with its softmax fused
 //   flash.cu      1.3.2: FlashAttention by tiles

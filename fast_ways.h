@@ -1,4 +1,4 @@
-// fast_ways.h: what layers.cu, flash.cu and fast/ share: AdamW on flat weights, a sigmoid, what
+// fast_ways.h: what the plain files and fast/ share: AdamW on flat weights, a sigmoid, what
 // attention's forward gives; and the tables by which fast/ enters layers.cu, flash.cu, model.cu,
 // ddp.cu and fsdp.cu. Read these files' plain ways first: without fast/ they are all there is.
 #pragma once

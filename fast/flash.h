@@ -3,7 +3,7 @@
 //   - a block owns one tile of rows (queries, or keys and values; in Hopper's forward one after the
 //     other) and streams the tiles of the other side past them;
 //   - where a kernel walks over tiles, i is a tile of queries and j one of keys; a single one is
-//     `query` or `key`;
+//     `query` or `key` (or i and j, where no tiles are near);
 //   - m, n and k run along a product's M, N and K, as in mma's name m16n8k16;
 //   - loops of constant length are unrolled, so that arrays are registers; a pragma says so where
 //     nvcc would not do it.

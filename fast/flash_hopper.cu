@@ -1,11 +1,12 @@
-// fast/flash_hopper.cu: FlashAttention on the H100 and H200 (compute capability 9.0), with what
-// only they have.
+// fast/flash_hopper.cu: FlashAttention in bf16 on the H100 and H200 (compute capability 9.0), with
+// what only they have.
 //
 // What changed against flash_v2 (flash.cu), and why it is faster:
-//   - wgmma: four warps, a warpgroup, multiply 64xK by KxN matrices straight from shared memory,
-//     asynchronously. It reaches the card's full rate, mma.sync about 60 % of it.
-//   - TMA: one thread asks for a whole tile, and the copy engine writes it to shared memory,
-//     swizzled, with zeros where the tensor ends.
+//   - wgmma: four warps, a warpgroup, multiply 64xK matrices, in shared memory or registers, by
+//     KxN ones in shared memory, asynchronously. It reaches the card's full rate, mma.sync about
+//     60 % of it.
+//   - TMA, a copy unit of the multiprocessor: one thread asks for a whole tile, and TMA writes it
+//     to shared memory, swizzled, with zeros where the tensor ends.
 //   - mbarriers: counters in shared memory on which copies announce their bytes and warps their
 //     arrival.
 //   - setmaxnreg: a warpgroup that only loads gives its registers to those that compute.
@@ -32,7 +33,7 @@ DEVICE void mbarrier_init(uint64_t* b, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(b)), "r"(count)
                  : "memory");
 }
-// Makes the initialised mbarriers visible to the copy engine; __syncthreads() makes them visible to
+// Makes the initialised mbarriers visible to TMA; __syncthreads() makes them visible to
 // the block.
 DEVICE void mbarrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -1,5 +1,6 @@
-// fast/layers.cu: the fused ops of layers.cu on the GPU, where a thread loads and stores 16 bytes
-// at a time, and RMSNorm reads x once. Formulas, shapes and what each op means stand in layers.cu;
+// fast/layers.cu: the fused ops of layers.cu on the GPU, but not the loss. Here a thread loads and
+// stores up to 16 bytes at a time, and RMSNorm reads x once, if a row is no longer than a pack for
+// each thread. Formulas, shapes and what each op means stand in layers.cu;
 // read its plain kernels first, then with_types() here.
 #include "fast_ways.h"
 #include "lib/gpu.h"

@@ -1,7 +1,7 @@
 // lib.h: what lib/ offers, file by file, as they build on each other: device.cu (errors, devices,
 // memory, time, files), trace.cu, table.cu, tensor.cu, matmul.cu, safetensors.cu, ranks.cu. nvcc
 // compiles each .cu, or g++ does, as plain C++ (then the CPU path is all there is). Read Context,
-// Memory and Mark first: every experiment uses these three.
+// Memory and Mark first: most experiments use these three.
 #pragma once
 #include <algorithm>
 #include <cerrno>

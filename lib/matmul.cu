@@ -1,5 +1,6 @@
 // lib/matmul.cu: matrix products. [M,K] x [K,N] costs 2MNK FLOPs and at least (MK + KN + MN)
-// elements of traffic. The GPU's products come from cuBLAS, the CPU's from OpenBLAS.
+// elements of traffic. The GPU's products come from cuBLAS, the CPU's from OpenBLAS or,
+// without it, from a plain loop.
 //
 // In this order: the product on the GPU, the product on the CPU, gemm(), what autocast does to a
 // product's operands, the ops that are recorded (matmul, linear), and what cards can do at most. To

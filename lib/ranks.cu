@@ -6,7 +6,7 @@
 //   the communicator  what connects a rank with the others by Gloo or NCCL, and its watchdog
 //   the collectives   all-reduce, broadcast, reduce-scatter, all-gather, barrier: start() one, do
 //                     something else, wait() for it
-// Beside section 2.1 read the collectives from start() on.
+// To read first: the collectives, from start() on.
 #include "gpu.h"
 
 #include <chrono>

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""tests/check.py: is your own PyTorch solution right? It compares yours with ./cs336.
+"""tests/check.py: is your own PyTorch solution right? It compares yours with ./cs336, and what runs
+on ranks with one PyTorch process.
 
   python3 tests/check.py all tests/adapters.py                 every part that the assignment's adapters name
   python3 tests/check.py model my_solution:TransformerLM       one part: model, attention, adamw, ddp, sharded or fsdp
