@@ -4,7 +4,7 @@
 //     other) and streams the tiles of the other side past them;
 //   - where a kernel walks over tiles, i is a tile of queries and j one of keys; a single one is
 //     `query` or `key` (or i and j, where no tiles are near);
-//   - m, n and k run along a product's M, N and K, as in mma's name m16n8k16;
+//   - n and k run along a product's N and K, as in mma's name m16n8k16; m is step 2's maximum;
 //   - loops of constant length are unrolled, so that arrays are registers; a pragma says so where
 //     nvcc would not do it.
 #pragma once
@@ -20,7 +20,8 @@
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HAS_WGMMA
 #endif
-// Returns the grid of attention's kernels: block (x, y, z) owns tile y of head z gridDim.x + x, or
+// Returns the grid of fast/'s attention kernels (Hopper's forward takes it as an order of tiles
+// alone): block (x, y, z) owns tile y of head z gridDim.x + x, or
 // counts y from the last tile. Blocks start in the order x, y, z: of gridDim.x heads all first
 // tiles, then all second ones; then the next heads. With 4 heads, 2 of them together, and 3 tiles
 // the grid is (2, 3, 2), and the blocks start in the order of these numbers:

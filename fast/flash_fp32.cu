@@ -18,8 +18,8 @@
 
 #ifdef HAVE_CUDA
 
-// A block of a T4 has 64 KB, less than backward needs from D 64 on. For it the kernels have no
-// body.
+// A block of a T4 has 64 KB, less than backward needs from D 64 on with R = 4. For it the kernels
+// have no body.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #define FP32_RUNS
 #endif
@@ -32,8 +32,8 @@ constexpr int DOWN = FP32_THREADS / ACROSS;  // and down
 constexpr int FORWARD_BLOCKS = 3;
 constexpr int BACKWARD_BLOCKS = 2;
 
-// How many rows has a tile that passes, of keys (in forward) or of queries (in backward)? As many
-// as leave room for one block in 99 KB, and so for two in an H100's 227.
+// How many rows has a tile that passes, of keys (in forward) or of queries (in backward)? 64, or
+// from D 64 on as many as leave room for one block in 99 KB, and so for two in an H100's 227.
 HD constexpr int fp32_keys(int D) { return D == 128 ? 32 : 64; }
 HD constexpr int fp32_queries(int D) {
     if (D == 128) { return 16; }
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(FP32_THREADS, FORWARD_BLOCKS)
     Part<R, D / ACROSS> O = {};
     float l[R] = {};
     float m[R];
-    for (float& x : m) {  // not -inf: a tile's scores may all be -inf, and -inf - -inf is NaN
+    for (float& x : m) {  // not -inf: if first scores overflow to -inf, -inf - -inf is NaN
         x = -FLT_MAX;
     }
 

@@ -69,8 +69,8 @@ DEVICE void mbarrier_wait(uint64_t* b, int parity) {
         "r"(parity)
         : "memory");
 }
-// Starts a copy of box (d, row, h, b) of the mapped tensor to shared memory; its bytes count
-// towards the mbarrier.
+// Starts a copy of box (d, row, h, batch) of the mapped tensor to shared memory; its bytes count
+// towards the mbarrier b.
 DEVICE void tma_load(void* to, const CUtensorMap* map, uint64_t* b, int d, int row, int h,
                      int batch) {
     asm volatile(
@@ -404,8 +404,8 @@ DEVICE void forward_loader(const AttentionArgs& a, dim3 order, int all, const CU
     if (atomicAdd(&blocks_done, 1) == (int)gridDim.x - 1) { tiles_taken = blocks_done = 0; }
 }
 
-// Does step 2 and step 3's shrink, for this thread's queries `row` and row + 8. MASKED: some query
-// does not see all keys of the tile, which are `key` and on.
+// Does step 2 and step 3's shrink, for this thread's queries `row` and row + 8. key: this thread's
+// first column of the tile. MASKED: some query does not see all keys of the tile.
 // - m is kept times c = scale log2(e), so it counts in powers of two: exp(scale (s - m)) is
 //   exp2(c s - c m), and exp2 is what the GPU has.
 // - m need not be the maximum. Whatever m is, P, l and O have the same factor exp2(-m): it goes out
@@ -805,7 +805,7 @@ struct KeyTile {
     int begin, q_tiles;  // the first tile of queries that see some of its keys, and how many do
 };
 
-// Loads K and V of this tile, and one tile of Q, L, D and dO after another, each into its ring as
+// Loads K and V of this tile, and one tile of Q, L, D_i and dO after another, each into its ring as
 // soon as both warpgroups have read what was there.
 template <class Tile>
 DEVICE void backward_loader(const BackwardWorkspace& w, const CUtensorMap* q_map,
@@ -828,8 +828,8 @@ DEVICE void backward_loader(const BackwardWorkspace& w, const CUtensorMap* q_map
         load(memory.q_ring, q_map, bars.q_full, i, Tile::stats_bytes);
         // This kernel was launched early: `before` may still be at work. K and Q are older. They
         // were complete when `before` started, which was not launched early, so they could be read
-        // above. L and D come from `before`, and so do dQ's zeros, to which nobody adds before this
-        // copy of L and D has come.
+        // above. L and D_i come from `before`, and so do dQ's zeros, to which nobody adds before
+        // this copy of L and D_i has come.
         if (i == 0) { await_previous_kernel(); }
         bulk_load(memory.stats_ring + stage * Tile::stats_bytes,
                   w.stats + ((int64_t)tile.head * w.rows + (int64_t)(tile.begin + i) * Bq) / 2,
@@ -952,7 +952,8 @@ struct BackwardConsumer {
     DEVICE void give_back_ds(int i) { barrier_arrive(6 + 2 * warpgroup + (i & 1), 256); }
     DEVICE void await_ds_back(int i) { barrier_sync(6 + 2 * (warpgroup ^ 1) + (i & 1), 256); }
 
-    // These return two queries' L, and their D: stats is the tile's, n a column of the scores.
+    // These return L log2(e) and D_i of two queries. stats is the tile's, n counts this thread's
+    // scores, whose columns are 2 n + lane % 4 * 2 and the next.
     DEVICE float2 L_of(const float4* stats, int n) {
         return *(const float2*)&stats[n + lane % 4].x;
     }
@@ -982,7 +983,7 @@ struct BackwardConsumer {
             }
         }
     }
-    // Does step 11 from P and dP - D: dS goes to registers for dK and to shared memory for dQ.
+    // Does step 11 from P and dP - D_i: dS goes to registers for dK and to shared memory for dQ.
     DEVICE void make_ds(Packed& ds, const Packed& p, const Scores& dp, int i) {
         char* ds_tile = memory.ds_tiles + (i & 1) * Tile::ds_bytes + warpgroup * Tile::q_slab;
 #pragma unroll
@@ -1000,8 +1001,8 @@ struct BackwardConsumer {
         }
     }
     // One thread gives a stage back for its warpgroup. The four warps' products have ended
-    // together. Their reads of L and D, which q_empty gives back, ended before the barrier_sync in
-    // await_ds() or await_ds_back(), where all 128 threads met.
+    // together. Their reads of L and D_i, which q_empty gives back, ended before the barrier_sync
+    // in await_ds() or await_ds_back(), where all 128 threads met.
     DEVICE void release(int stage) {
         if (t == 0) {
             mbarrier_arrive(&bars.dO_empty[stage]);
@@ -1011,7 +1012,7 @@ struct BackwardConsumer {
 
     // A step has S of tile i when it begins, and issues, in the tensor cores' order:
     // at D 80 and 128 (tiles of 64 queries) dP; dQ of the tile before; dV; dK; S of the next tile.
-    // dQ takes the registers of S, which are free by then, and dP starts at -D.
+    // dQ takes the registers of S, which are free by then, and dP starts at -D_i.
     template <bool MASKED>
     DEVICE void step_of_64_queries(int i) {
         int stage = i % stages, q0 = (tile.begin + i) * Bq;
@@ -1026,7 +1027,7 @@ struct BackwardConsumer {
         }
 
         mbarrier_wait(&bars.dO_full[stage], i / stages % 2);
-        // step 10, and step 11's - D
+        // step 10, and step 11's - D_i
         rows_times_rows(dp, v_at, advance(dO_at, stage * Tile::q_bytes), true);
 
         Packed p, ds;
@@ -1054,7 +1055,7 @@ struct BackwardConsumer {
         release(stage);
     }
     // At D 16, 32 and 64 (tiles of 128 queries): dP; dV; dQ of the tile before; dK; S of the next
-    // tile. dQ fits only into the registers of dP, which are free when dS is made; and loading D
+    // tile. dQ fits only into the registers of dP, which are free when dS is made; and loading D_i
     // first would hold dP back.
     template <bool MASKED>
     DEVICE void step_of_128_queries(int i) {

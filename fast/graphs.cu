@@ -138,7 +138,8 @@ static StepGraphs* graphs_or(Model& model, const string& kind, const Shape& toke
     if (!g || g->kind != kind) {
         start_cublas();  // whose workspace is no part of the step
         auto rehearsal = make_shared<StepGraphs>();
-        // Its block goes before the new step needs the room, unless gradients still lie in it.
+        // The old kind's block goes before the new step needs the room, unless gradients still lie
+        // in it.
         model.fast = nullptr;
         allocate_in(rehearsal->places, by_launches);
         rehearsal->bytes = rehearsal->places->plan();

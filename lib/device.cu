@@ -2,7 +2,7 @@
 // are, in this order: texts and errors; where things run; strange machines (containers, limits, a
 // library's whims), which a first reader skips; memory, as raw blocks and then as books; time;
 // lines on stderr; files; this program, started anew. Read the books of memory and the time first:
-// every table's numbers come from them.
+// all times and bytes in tables come from them.
 #include "gpu.h"
 
 #include <atomic>
@@ -254,7 +254,7 @@ static size_t group_memory(const string& path) {
 }
 
 // Returns the least of what Linux has available, what our control groups leave, and what `ulimit
-// -v` leaves. `group`: this group's folder instead of ours, for tests.
+// -v` leaves. `group`: for tests, this group's folder instead of ours; then without `ulimit -v`.
 size_t system_memory(const char* group) {
     // In a container the folder may not be there, but one above it.
     static const string own = "/sys/fs/cgroup" + text_in("/proc/self", "cgroup", "\n0::");

@@ -33,7 +33,7 @@ constexpr uint32_t SIGN = 0x80000000, INFINITE = 0x7f800000, QUIET = 0x00400000;
 inline float bf16_to_float(uint16_t bits) { return float_of((uint32_t)bits << 16); }
 inline uint16_t float_to_bf16(float x) {
     uint32_t u = bits_of(x), rounded = u + 0x7fff + (u >> 16 & 1);
-    bool is_nan = (u & ~SIGN) > INFINITE;  // rounding could carry a NaN into infinity
+    bool is_nan = (u & ~SIGN) > INFINITE;  // rounding could make infinity or -0 of a NaN
     return (uint16_t)((is_nan ? u | QUIET : rounded) >> 16);
 }
 

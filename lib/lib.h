@@ -61,11 +61,11 @@ using Job = function<void()>;  // work to run, now or later
 #include "formats.h"
 
 // -------------------------------------------------------------------------------------------------
-// device.cu: texts and errors. A command throws; main() prints the one line on stderr and exits
-// with the code.
+// device.cu: texts and errors. A command throws; main(), or in a rank join_ranks(), prints the one
+// line on stderr and exits with the code.
 
 struct Failure : std::runtime_error {
-    int exit_code;  // 1: it ran and failed, 2: wrong usage
+    int exit_code;  // 1: it ran and failed, 2: wrong usage, 128 + SIGPIPE: nobody reads stdout
     Failure(int exit_code, const string& what) : std::runtime_error(what), exit_code(exit_code) {}
 };
 struct OutOfMemory : Failure {
@@ -126,7 +126,7 @@ struct AddRow {
 // META, as in PyTorch, has shapes but no data. A step there computes nothing, but counts the memory
 // that it would need.
 enum Device { CPU, CUDA, META };
-enum DType { F32, F16, BF16, F64, I32, U8 };  // F64: on the CPU, for finite differences
+enum DType { F32, F16, BF16, F64, I32, U8 };  // F64: the truth of tests and checks
 // EAGER: one kernel per operation. FUSED: kernels that we have fused by hand. FLASH: the same with
 // FlashAttention.
 enum Mode { EAGER, FUSED, FLASH };
@@ -152,7 +152,7 @@ const char* name_of(Category c);
 Mode mode_from(const string& name);
 Precision precision_from(const string& name);
 
-// Says what of a model's blocks backward runs once more, instead of keeping its activations.
+// Says what of a model's blocks backward runs again, instead of keeping its activations.
 struct Checkpointing {
     enum Form {
         NONE,
@@ -165,7 +165,7 @@ struct Checkpointing {
     explicit operator bool() const { return form != NONE; }
 };
 
-struct Context {  // the settings that PyTorch keeps globally, too
+struct Context {  // the process's settings; PyTorch keeps device, precision and recording so, too
     Device device = CPU;
     Device planned_for = CPU;  // the device that a run on META stands for
     Mode mode = FUSED;
@@ -182,7 +182,7 @@ struct Context {  // the settings that PyTorch keeps globally, too
     bool each_launch = false;
     bool csv = false;        // print csv, not Markdown
     bool silent = false;     // print(), answer() and sketch() do nothing: rank 0 writes for all
-    const char* sizes = "";  // "; sizes of --quick", for origin()
+    const char* sizes = "";  // "; sizes of --quick where none is typed", for origin()
 };
 extern Context context;
 struct RestoreContext {  // gives the context back as it was, at the end of its scope
@@ -206,9 +206,10 @@ void synchronize();  // waits for all that context.device has been given
 string device_description();
 size_t available_memory(Device d);  // bytes that could be allocated now
 // Returns how many bytes of the CPU's memory Linux, our control group and RLIMIT_AS leave, the last
-// beside OpenBLAS' buffers. group: a folder.
+// beside OpenBLAS' buffers. group: for tests, a control group's folder; then without RLIMIT_AS.
 size_t system_memory(const char* group = nullptr);
-// The first call of main(): it may start the program anew, with other environment variables.
+// main() calls it before all else but signal(): it may start the program anew, with other
+// environment variables.
 void choose_cpu_settings(char** argv);
 #ifdef HAVE_CUDA
 cudaStream_t stream();  // the compute stream
@@ -236,7 +237,7 @@ struct Places {
     virtual size_t take(size_t bytes, void** at) = 0;
     virtual void give(size_t number) = 0;
 };
-struct Memory {  // a buffer; it is freed, in the stream's order, when its last shared_ptr goes
+struct Memory {  // a buffer; freed when its last shared_ptr goes, a GPU's in the stream's order
     void* data;
     size_t bytes;
     Device device;
@@ -299,12 +300,12 @@ struct Stats {
 };
 Stats stats_of(vector<double> values);
 string deviation(const Stats& s, const char* format);  // a cell with s.std; "" for n = 1
-// Compares two mean times: "level within 0.5 %" or "twice the standard error", "too noisy to
-// compare", "too briefly timed to compare", or "" if they differ. `with` follows the first word or
-// words (" with naive"). They are level if their difference is below 0.5 % of the larger, by which
-// clocks drift, or below twice its standard error; but more than a tenth apart, they are too noisy.
-// With fewer than 5 runs that error is not known: then they differ if the difference exceeds the
-// deviations, too; a single run's deviation is taken to be 10 %.
+// Compares two mean times. Up to 0.5 % of the larger apart, by which clocks drift, they are "level
+// within 0.5 %". Else they differ ("") if their difference exceeds twice its standard error. With
+// fewer than 5 runs that error is raised as by Student's t; single runs differ beyond half of the
+// larger. What does not differ is "too noisy to compare" above a tenth of the larger. Below it is
+// "too briefly timed to compare" with fewer than 5 runs, else "level within twice the standard
+// error". `with` follows the first word or words (" with naive").
 string level(const Stats& a, const Stats& b, const string& with = "");
 // Both run f warmup + n times, and return the ms of each of the last n. time_ms waits for the end
 // of each run, and counts that. time_queued_ms does not: the device's own events time f, which
@@ -402,9 +403,10 @@ struct Table {
 // 1a2b3c4", and context.sizes.
 string origin();
 void print(const Table& table);  // prints it as Markdown, or as csv if context.csv
-// Prints "**(a)** text". part: the handout's letter, or a word; "" if the text answers it all.
+// Prints "**(a)** text", or "(a) text" on a terminal and in csv. part: the handout's letter, or a
+// word; "" if the text answers it all.
 void answer(const char* part, const char* format, ...) PRINTF(2, 3);
-void sketch(const string& lines);  // prints a block of code, where the handout asks for one
+void sketch(const string& lines);  // prints a block of code or of text
 extern string* printed_to;         // tests: a text that collects all this instead of stdout
 
 // -------------------------------------------------------------------------------------------------
@@ -431,7 +433,7 @@ void with_gpu_type(DType t, Fn f) {
         default: fail("%s tensors are not for this", name_of(t));
     }
 }
-// The same for the CPU, which knows F64, too.
+// The same with F64, too, for code of both devices. Tensors of F64 are the CPU's.
 template <class Fn>
 void with_type(DType t, Fn f) {
     if (t == F64) { return f(double()); }
@@ -488,13 +490,14 @@ vector<float> to_floats(const Tensor& t);  // any dtype, any strides, from any d
 vector<double> to_doubles(const Tensor& t);
 
 // Random numbers: element i of stream `key` is a function of (seed, key, i), so the CPU and the GPU
-// draw the same bits. fill_normal draws normal numbers, none further than 4.9 std from the mean.
+// draw the same bits. fill_normal's are nearly normal, none further than 4.9 std from the mean.
 void fill_normal(const Tensor& t, uint64_t seed, uint64_t key, float mean = 0, float std = 1);
 // Returns an integer of [0, n); all are about equally likely.
 int random_int(int n, uint64_t seed, uint64_t key, uint64_t i);
 uint64_t key_of(const string& name);  // a stream for each parameter name
 
-// An element passes where |got - want| <= atol + rtol * |want|; a NaN never does.
+// An element passes where |got - want| <= atol + rtol * |want|, or both are the same infinity. A
+// NaN never does, nor a finite number where an infinite one is wanted.
 struct Comparison {
     int64_t wrong = 0;         // the number of wrong elements
     int64_t worst = -1;        // the index of the one furthest beyond its bound ...
@@ -518,8 +521,8 @@ struct Gradient {
     // buffer's dtype. Any other value is null until the first op adds. Then it has the dtype above,
     // or, for a parameter outside mode eager, that of low_precision if this is set.
     Tensor value;
-    bool is_parameter = false;  // then `value` stays after backward ...
-    bool filled = false;        // ... and this says whether it holds something
+    bool is_parameter = false;  // a model's weight: its `value` may be there, but hold nothing yet
+    bool filled = false;        // a parameter's: whether `value` holds something
     int uses = 0;               // ops on the tape that have yet to add to it
     // A parameter's: backward calls it when the last of these ops has added.
     Job ready;
@@ -571,8 +574,8 @@ void scale_in_place(const Tensor& t, const Tensor& s);  // s: []
 void copy_or_add(const Tensor& to, const Tensor& from, bool accumulate);
 
 // -------------------------------------------------------------------------------------------------
-// tensor.cu: ops, mostly one kernel each, that record themselves on the tape. Dtypes and
-// broadcasting are PyTorch's (precision.cu explains autocast).
+// tensor.cu: ops, mostly one kernel each, that record themselves on the tape. Broadcasting is
+// PyTorch's. Dtypes are those of its autocast (see precision.cu), in pure_bf16, too.
 
 using BinaryOp = Tensor(const Tensor& a, const Tensor& b);
 BinaryOp add, sub, mul, div;
@@ -615,19 +618,20 @@ Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& known = {});
 // Returns linear(f(x), weight) as a checkpoint: backward runs f again, but not this product, since
 // nobody reads its result there.
 Tensor checkpoint_linear(const function<UnaryOp>& f, const Tensor& x, const Tensor& weight);
-// out = alpha op(a) op(b) + beta out, row-major; leading dimensions are a batch. It records and
-// casts nothing.
+// out = alpha op(a) op(b) + beta out, row-major; leading dimensions are a batch. It records
+// nothing and does not autocast.
 void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b,
           double alpha = 1, double beta = 0);
-// Says whether gemm multiplies fp32 copies: on the CPU of all but F64, and of bf16 on a card that
-// has none (before the A100).
+// Says whether gemm multiplies 16-bit operands as fp32 copies: on the CPU always, on a card before
+// the A100 those of bf16. (True for F32 on the CPU, too, which needs no copy.)
 bool multiplies_copies(Device device, DType dtype);
 // g += alpha op(a) op(b); without g it does nothing.
 void add_gemm(const GradientPtr& g, const Tensor& a, bool transpose_a, const Tensor& b,
               bool transpose_b, double alpha = 1);
 // Returns what autocast casts operands to (but F64 stays F64).
 DType matmul_dtype(Precision precision = context.precision);
-// Returns the dtype of a model's weights, gradients and moments.
+// Returns the dtype of a model's weights and moments, and of gradients that lie in a flat buffer.
+// Others may have 16 bits (see Gradient::value).
 DType weight_dtype(Precision precision = context.precision);
 // Returns t in matmul_dtype(); lib/matmul.cu has a table of what that is.
 Tensor autocast_operand(const Tensor& t);
@@ -649,7 +653,7 @@ string percent_of_peak(double tflops, Precision precision);  // a cell; "-": not
 struct FileTensor {
     string dtype;  // as in the file: "F32", "BF16", "I64", ...
     Shape shape;
-    const void* data;  // in SafeTensors::content, at any address
+    const void* data;  // in SafeTensors::content, at any address; describe()'s: in the tensor
     size_t bytes;
 };
 struct SafeTensors {
@@ -683,7 +687,7 @@ void save_tensors(const string& path, const NamedTensors& list);
 struct Links;  // a rank's connections and threads
 struct Communicator {
     int rank = 0, world = 1, local_world = 1;  // local_world: how many ranks this machine has
-    string backend;                            // nccl or gloo
+    string backend;                            // nccl or gloo; not read without links
     shared_ptr<Links> links;                   // null: this is no rank, or only plans
     int local_gpus = 0;                        // that this machine's ranks see together
 };
@@ -718,7 +722,8 @@ struct Collective {
     int root = 0;     // of a broadcast
     Tensor own = {};  // reduce_scatter's and all_gather's
 };
-// A row of the table of ways to work with NCCL. A process has one communicator.
+// A row of the table of ways to work with NCCL. A process has one Communicator, so a way may keep
+// in static variables what it opens.
 struct NcclWay {
     int rung;
     void (*connect)(const Communicator& c);

@@ -55,7 +55,7 @@ static cublasHandle_t new_cublas() {
     cublasHandle_t h;
     CUBLAS_CHECK(cublasCreate(&h));
     CUBLAS_CHECK(cublasSetStream(h, stream()));
-    // Without this cuBLAS may add up the parts of a long sum in fp16.
+    // Without this cuBLAS may add up the parts of a long sum in 16 bits.
     CUBLAS_CHECK(cublasSetMathMode(h, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION));
 
     // The workspace is ours (NVIDIA advises 32 MiB on Hopper): the memory log sees it, and a graph
@@ -79,7 +79,7 @@ static cudaDataType_t cuda_type(DType t) {
 static void cublas_product(const Product& p, cublasHandle_t handle = cublas()) {
     const Matrix &C = p.C, &A = p.A, &B = p.B;
     float alpha = (float)p.alpha, beta = (float)p.beta;
-    // Only this line allows TF32: in precision fp32 nothing of ours uses tensor cores.
+    // Only this line allows TF32: in precision fp32 no product of fp32 matrices uses tensor cores.
     cublasComputeType_t compute = context.precision == TF32 && A.dtype == F32
                                       ? CUBLAS_COMPUTE_32F_FAST_TF32
                                       : CUBLAS_COMPUTE_32F;

@@ -1,7 +1,7 @@
 // lib/ranks.cu: several processes that work as one. Each is a rank with its own GPU, or its share
 // of the CPU's cores. In this order:
 //   the launcher      `--nproc N` starts N copies of this program and ends all when one fails;
-//                     torchrun, mpirun and srun do the same from outside
+//                     torchrun, mpirun and srun --kill-on-bad-exit do the same from outside
 //   the rendezvous    a folder with a file for each thing that a rank tells the others
 //   the communicator  what connects a rank with the others by Gloo or NCCL, and its watchdog
 //   the collectives   all-reduce, broadcast, reduce-scatter, all-gather, barrier: start() one, do
@@ -41,7 +41,8 @@ constexpr bool HAS_NCCL = false;
 
 struct Identity {
     int rank = -1, world = 1;  // -1: this process was started by hand, as the only one
-    // The same for all ranks of a job and for no other job: its run or step, and the attempt.
+    // The same for all ranks of a job: its run or step, and the attempt. "": the launcher names
+    // none (ours, MPICH); then the folder tells jobs apart.
     string job;
 };
 
@@ -163,8 +164,8 @@ static int look_at(LaunchedRank& rank, int r, double tick, double timeout_s, str
 }
 
 // Starts n ranks in a new folder, and looks at each every 5 ms until all have ended. If one fails,
-// it kills the rest, which would wait for that rank for ever. Returns 0, or the exit code of the
-// first that failed.
+// it kills the rest, which would wait for that rank until --timeout. Returns 0, or the exit code of
+// the first that failed.
 int launch_ranks(int n, const vector<string>& arguments, double timeout_s) {
     folder_of_ranks = (std::filesystem::temp_directory_path() / "cs336-XXXXXX").string();
     if (!mkdtemp(folder_of_ranks.data())) {

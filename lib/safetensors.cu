@@ -35,7 +35,8 @@ static size_t size_of_dtype(const string& dtype) {
     return dtype_of(dtype) <= U8 ? size_of(dtype_of(dtype)) : 0;
 }
 
-// Returns text from a file as an error message may have it: in quotes, on one line, not too long.
+// Returns JSON from a file as an error message may have it: a text in quotes, all on one line, not
+// too long.
 static string shown(const json& value) {
     string text = value.dump(-1, ' ', true, json::error_handler_t::replace);
     return text.size() <= 200 ? text : text.substr(0, 197) + "...";
@@ -95,8 +96,8 @@ static void check_layout(const SafeTensors& file, const char* data, size_t data_
 }
 
 // Returns the header's JSON. Deep nesting is refused while it is parsed, since later code, such as
-// dump(), would follow it by calls of calls and run out of stack. So is a name that is there twice,
-// of which json would keep the last entry alone.
+// dump(), would follow it by calls of calls and run out of stack. A name that is there twice is
+// refused after it: json has kept the last entry alone.
 static json parse_header(const string& path, const string& text) {
     size_t names = 0;
     auto watch = [&](int depth, json::parse_event_t event, json&) {

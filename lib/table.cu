@@ -121,7 +121,7 @@ void answer(const char* part, const char* format, ...) {
     write_block((context.csv ? "# " : "") + letter + text + "\n");
 }
 
-// Writes lines of code between ``` and ```, or in csv each behind a #.
+// Writes lines of code, or of text, between ``` and ```, or in csv each behind a #.
 void sketch(const string& lines) {
     string text = context.csv ? "# " : "```\n";
     for (char c : lines) {

@@ -171,7 +171,8 @@ Tensor from_ints(const vector<int>& values, const Shape& shape) {
 }
 
 // Counts the elements of `got` with |got - want| > atol + rtol * |want|, and finds the one that is
-// furthest beyond. A NaN on either side has an error that is not finite, so it counts as wrong.
+// furthest beyond. A NaN on either side has an error that is not finite, so it counts as wrong, and
+// so does a finite number where an infinite one is wanted.
 Comparison compare(const Tensor& got, const Tensor& want, double rtol, double atol) {
     if (got.shape != want.shape) {
         fail("compare: got shape %s, want %s", to_string(got.shape).c_str(),
@@ -820,8 +821,8 @@ Tensor arange(int64_t n) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Views: another shape and other strides on the same memory. Only a reshape of a transposed tensor
-// has to copy.
+// Views: another shape and other strides on the same memory. reshape and contiguous copy what is
+// not row-major; interleave_last always copies.
 
 Tensor contiguous(const Tensor& a) {
     return is_row_major(a) ? a : passes_gradient(elementwise(Copy(), a.dtype, {a}), a);
@@ -1174,9 +1175,8 @@ Tensor pick_last(const Tensor& a, const Tensor& index) {
 // Whether a run's memory fits
 
 // Returns how many bytes `run` would hold at its peak, beyond what is held before. It runs on META,
-// where nothing is computed, but every tensor is counted as the device would have it. What else the
-// device holds is not counted: cuBLAS's workspace of 32 MiB, NCCL's buffers, and what a kernel
-// takes only for its own run.
+// where nothing is computed, but every tensor is counted as the device would have it. Not counted
+// are cuBLAS's workspace of 32 MiB, NCCL's buffers and the workspace of flash's backward.
 size_t planned_peak(const Job& run) {
     Planning planning;
     context.widening = multiplies_copies(planning.before.device, matmul_dtype());
