@@ -74,7 +74,7 @@ static double time_all_reduce(const Communicator& c, int64_t n, int warmup, int 
         barrier(c);
         const double start = now_ms();
         wait(c, all_reduce(c, tensor, SUM));
-        synchronize();  // wait() holds NCCL's stream, not the host: else this times the launch
+        synchronize();  // NCCL's wait() holds the compute stream, not us: else a launch is timed
         if (i >= warmup) { mine.push_back(now_ms() - start); }
     }
     return stats_of(gather(c, mine)).median;
@@ -141,10 +141,11 @@ static void print_all_reduces(const Options& options, const vector<AllReduceGrou
     answer_distributed_communication_single_node(groups, number_of_sizes(options));
 }
 
-// Without --nproc and --backend the command starts itself once for each of the handout's groups,
-// with both. Such a group finds in the environment variable CS336_RESULTS the descriptor of an open
-// file that it has inherited, and its rank 0 adds what it found to that file. Without the variable
-// somebody typed --nproc or --backend: then rank 0 prints.
+// Without --nproc and --backend the command runs the handout's groups one by one: it starts each
+// rank as a copy of itself, with both options added. Such a group finds in the environment variable
+// CS336_RESULTS the descriptor of an open file that it has inherited, and its rank 0 adds what it
+// found to that file. Without the variable rank 0 prints: then somebody typed --nproc or --backend,
+// or torchrun or the like started us.
 static const char* const RESULTS = "CS336_RESULTS";
 
 // Times all sizes as a rank of one group. Rank 0 prints the table, or adds the numbers to RESULTS.
@@ -386,7 +387,7 @@ int cmd_alternate_ring_all_reduce(const Options& options) {
 }
 
 // Prints the answers of data_parallel_calcs and fsdp_calcs. name: the handout's, of the number of
-// devices; sends: how often backward sends that, and why.
+// devices; sends: how often backward sends the ring's bytes, and why.
 static int split_of_batch(const Options& options, const char* name, const vector<PassCost>& costs,
                           const char* sends) {
     const auto [B, D, F, C, W] = sizes_of(options);

@@ -29,7 +29,7 @@ struct Options {
     set<string> given;  // the options that were typed, without dashes
     bool has(const char* name) const { return given.count(name); }
     vector<string> command_line;  // argv[1..]
-    // An option that is not taken stays empty, 0 or false; one that is not typed has its default.
+    // An option that is not taken stays empty, 0, false or "none"; an untyped one has its default.
     string edition, device, format;
     vector<string> size, precision, mode;
     int d_model = 0, d_ff = 0, num_layers = 0, num_heads = 0, vocab_size = 0;
@@ -54,7 +54,7 @@ struct Options {
 // -------------------------------------------------------------------------------------------------
 // precision.cu
 
-void print_toy_models();  // prints tables and answers of benchmarking_mixed_precision (a), (b)
+void print_toy_models();  // prints the table and answers of benchmarking_mixed_precision (a), (b)
 
 // fp16's loss scaling (PyTorch's GradScaler): if a step's gradients hold inf or NaN, the step is
 // skipped and the scale halves; after `growth_interval` good steps in a row the scale doubles.
@@ -66,8 +66,8 @@ void update_scale(LossScaler& scaler, bool found_inf);
 float loss_scale_of(const LossScaler& scaler);  // returns the scale in fp16, else 1
 
 // -------------------------------------------------------------------------------------------------
-// layers.cu: the model's ops, in the order of the forward pass. Each runs in context.mode, and
-// leaves its backward on the tape.
+// layers.cu: the model's ops, in the order of the forward pass. Each leaves its backward on the
+// tape. All but chunked_loss, which has one form, run in context.mode.
 
 // The weights of a block, in the order of the forward pass; o is output_proj. The fused op takes q,
 // k and v as one product, and w1 and w3 as one: qkv [3C,C] and w13 [2F,C] are these joined weights,
@@ -94,7 +94,7 @@ Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, 
 // Layouts: activations [B,T,C]; Linear weights [out,in].
 
 struct ModelConfig {
-    string name;  // "small" ... "xl (2026)", "10B", "8B", or "custom"
+    string name;  // "small" ... "xl (2026)", "10B", "8B", "custom", or "lm" in tests
     int d_model, d_ff, num_layers, num_heads, vocab_size = 10000;
     float rope_theta = 10000, eps = 1e-5f;
 };
@@ -143,7 +143,7 @@ void place_weights(Model& model, const Place& place);
 // with sqrt(2/(in+out)), the embedding with 1, and a norm is 1.
 void init_weights(const Model& model, uint64_t seed);
 void init_weight(const Tensor& weight, const string& name, uint64_t seed);
-// Returns a model for timed runs, with such weights; fast/ may keep them in a form of its own.
+// Returns a model with such weights; fast/ may keep them in a form of its own.
 Model random_model(const ModelConfig& c, uint64_t seed);
 // Allocate, once, the gradients' arena and the moments'. Without an arena backward allocates each
 // gradient by itself, and zero_gradients frees it.
@@ -200,7 +200,7 @@ void run_phase(
 // Returns how many bytes a phase holds at most, in context's mode and precision.
 size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase);
 
-// A rank's step on the device's time line, cut by marks, which the stream records without waiting:
+// A rank's step on the device's time line, cut by marks that a GPU records without waiting:
 //   | forward | head and loss | backward          | exposed | optimizer |   compute stream
 //                             |   [all-reduce][all-reduce]  |               communication stream
 template <class Number>
@@ -228,7 +228,7 @@ struct Trainer {
     LossScaler scaler;
     AdamW adamw;                // of the model's own optimizer; FSDP and `sharded` have theirs
     double max_norm = 0;        // clips gradients; 0: not. Not read by `sharded`
-    int steps = 0;              // taken; the model's own are fewer where fp16 skipped some
+    int steps = 0;              // taken; model.step has fewer where fp16 skipped some
     double loss = 0, norm = 0;  // of the last step; norm as optimizer_step returns it
     vector<StepMark> marks;     // of the last step
     // What ranks that share the step do besides: ddp.cu and fsdp.cu set it. Null: nothing.
@@ -251,7 +251,7 @@ vector<Precision> precisions_of(const Options& o);
 vector<Mode> modes_of(const Options& o, const ModelConfigs& configs);
 // Returns "flash", or with what context adds "flash, recompute, checkpoint 4, head chunk 2048".
 string caption_of(Mode mode);
-// Returns the name of a run, with context's precision, mode and checkpoint. A rank has B sequences.
+// Returns how stderr calls a run, with context's precision, mode and checkpoint.
 string row_of(const ModelConfig& c, int B, int T, Phase phase);
 inline double mib_of(double bytes) { return bytes / 1048576; }
 inline string mib_cell(double bytes) { return strprintf("%.1f", mib_of(bytes)); }
@@ -265,8 +265,8 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal)
 // Returns O [B,T,C] of causal attention, for the model in mode flash. q, k and v lie side by side
 // in qkv [B,T,3C]; kernels address heads by strides, so nothing is transposed.
 Tensor flash_self_attention(const Tensor& qkv, int H);
-// Return the fastest FlashAttention for such tensors. If there is none, fastest_flash returns null,
-// and require_flash is a usage error.
+// Return the fastest FlashAttention for such tensors. If there is none, or for fp16 only
+// flash_v1, fastest_flash returns null, and require_flash is a usage error.
 const struct AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D);
 const AttentionImpl& require_flash(Device device, DType dtype, int64_t D);
 

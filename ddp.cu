@@ -136,7 +136,7 @@ static void reset_buckets(DataParallel& d) {  // before each step
 }
 
 // After backward: zeroes what backward has not reached, starts the all-reduces that have not gone
-// yet, and makes the compute stream wait until all gradients are averages.
+// yet, and makes the compute stream (with Gloo the host) wait until all gradients are averages.
 static void finish_gradient_synchronization(DataParallel& parallel) {
     if (parallel.strategy == NO_SYNC) { return; }
     Range range("synchronize gradients");
@@ -926,7 +926,7 @@ static void run_sharded(const Communicator& c, const Options& options, const Mod
     auto make = [&](const Communicator& c) {
         before = memory_use(context.device);
         reset_peak(context.device);
-        Model model = make_model(config);  // plain fp32: the sharded optimizer steps no other form
+        Model model = make_model(config);  // never split: the sharded optimizer steps no halves
         init_weights(model, options.seed);
         if (c.links) { note_peak("after init"); }  // without links steps_peak plans, nothing runs
         return sharded_trainer(c, model, run.sharding);

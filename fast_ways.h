@@ -90,14 +90,15 @@ struct FastWays {
     // their addresses. restore_part returns false if the form was the plain one.
     void (*keep_part)(Tensor& part, DType products);
     bool (*restore_part)(Tensor& part);
-    // CUDA graphs launch all kernels of a step by one call. graphs_take says whether they can run
-    // this model in this context.
+    // A CUDA graph launches all kernels of a pass, forward or backward, by one call. graphs_take
+    // says whether graphs can run this model in this context.
     bool (*graphs_take)(const Model& model);
     Tensor (*forward_backward)(Model& model, const Batch& batch, float loss_scale,
                                const Job& between);
     Tensor (*infer)(Model& model, const Tensor& tokens);
     // NCCL beside products. All ranks call the first two together. allocate_shared runs f, and puts
-    // what f allocates where copy engines can move it. free_shared frees what is not used any more.
+    // what f allocates where copy engines can move it, if NCCL can (from 2.28 on). free_shared
+    // frees what is not used any more.
     void (*allocate_shared)(const Communicator& c, const Job& f);
     void (*free_shared)(const Communicator& c);
     WorkPtr (*all_reduce_beside)(const Communicator& c, const Tensor& t, Reduction how);

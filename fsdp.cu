@@ -33,7 +33,7 @@ struct FsdpUnit {
 // In the names of this file `norms` are the RMSNorms' weights, of which every rank has all, and
 // `norm` is the norm of the gradients. NORMS stands in place of a unit's number.
 constexpr int NORMS = -1;
-struct FsdpWait {  // of the compute stream, for a collective
+struct FsdpWait {  // of the compute stream (with Gloo the host), for a collective
     int unit;      // tests read it
     WorkPtr work;
     Mark asked, got;
@@ -52,10 +52,10 @@ struct Fsdp {
     int in_buffer[2] = {-1, -1};    // the unit whose weights each buffer has
     WorkPtr gathers[2];
     vector<FsdpWait> waits;  // of this step
-    // Each unit takes its AdamW step as soon as its gradient is an average, and its gradient is not
-    // kept. So the step must have one backward, and need no norm before: max_norm is 0 and the
-    // precision not fp16, which no line checks. fsdp_optimizer_step still follows: it steps the
-    // RMSNorms' weights.
+    // Each unit takes its AdamW step within backward, when the next unit's reduce-scatter starts,
+    // and its gradient is not kept. So the step must have one backward, and need no norm before:
+    // max_norm is 0 and the precision not fp16, which no line checks. fsdp_optimizer_step still
+    // follows: it steps the RMSNorms' weights.
     bool steps_in_backward = false;
     // The lowest unit whose backward has begun; until forward comes to the head, the number of
     // units. start_reduce has run for every unit above it.
@@ -179,8 +179,8 @@ static void wait_for(Fsdp& f, int unit, const WorkPtr& work) {
 }
 
 // Waits for unit i's weights and starts the gather that is needed next: of i + 1 on the way up, of
-// i - 1 on the way down. Forward goes up to the head. So does, within backward, a checkpoint that
-// runs its units forward again: it turns below `reached`, the unit whose backward has begun.
+// i - 1 on the way down. Forward goes up to the head. A checkpoint that backward runs
+// again goes up, too, but turns below `reached`, the unit whose backward has begun.
 static void pre_forward(Fsdp& fsdp, int i) {
     Range range("gather");
     if (fsdp.in_buffer[i % 2] != i) { start_gather(fsdp, i); }
@@ -447,14 +447,14 @@ static WeightsCheck check_case(const Communicator& c, const FsdpCase& tried, uin
     if (tried.precision == PREC_PURE_BF16) {
         adamw.lr = 0.02f;  // in bf16 a weight is rounded, so a small step may be none
         // In a step rounding may turn a weight's last bit, 2^-7 of it or less. Two turned bits are
-        // within these bounds. A third one would not be, but did not occur in 3800 runs with 2 to 8
+        // within these bounds. A third one is not always; it did not occur in 3800 runs with 2 to 8
         // ranks and twice the width.
         atol = 2e-3;
         rtol = 1.0 / 64;
     }
 
     Trainer ours = fsdp_trainer(c, config, seed, false, adamw), whole;
-    whole.model = make_model(config);  // plain fp32: its weights are compared, element by element
+    whole.model = make_model(config);  // never split: its weights are compared by element
     whole.adamw = adamw;
     init_weights(whole.model, seed);
     make_gradients(whole.model);

@@ -68,7 +68,7 @@ struct Command {
     string id;
     string section_2025, section_2026;  // "": that handout has no such problem; both: a tool
     int points;                         // the same in both handouts; 0: none
-    bool timed;                         // without a GPU the run is as small as with --quick
+    bool timed;                         // on the CPU the run is as small as with --quick
     string what;
     string options = "";
     string quick = "", in_2026 = "";  // the defaults that differ, with --quick and in edition 2026
@@ -245,8 +245,8 @@ static void add_common_options(Adder& add, Options& o) {
     add.app.option_defaults()->group("Common options");
     add("--edition", o.edition, one_of({"2025", "2026"}),
         "the handout whose sizes are the defaults", "2025");
-    add("--device", o.device, one_of({"auto", "cpu", "cuda"}), "auto takes a GPU if there is one",
-        "auto");
+    add("--device", o.device, one_of({"auto", "cpu", "cuda"}),
+        "auto takes a GPU if there is one (ranks: if each has one)", "auto");
     add("--size", o.size, one_of({"small", "medium", "large", "xl", "2.7B", "10B", "8B"}),
         "a model of the handout; xl is 1600 wide in 2025's, 2560 in 2026's");
     add("--d_model", o.d_model, whole(1), "width of the model");
@@ -267,9 +267,10 @@ static void add_common_options(Adder& add, Options& o) {
         "eager: a kernel per operation; flash: fused, with FlashAttention", "flash");
     add("--seed", o.seed, whole(0, INT_MAX), "seed of all random numbers", "0");
     add("--format", o.format, one_of({"md", "csv"}), "format of the tables", "md");
-    add.flag("--quick", o.quick,
-             "shrink the run to some seconds on two CPU cores; without a GPU the default of most "
-             "benchmarks");
+    add.flag(
+        "--quick", o.quick,
+        "shrink the run to half a minute or less on two CPU cores; on a CPU the default of most "
+        "benchmarks");
 }
 
 // Adds those that few commands take, topic by topic.
@@ -279,7 +280,8 @@ static void add_own_options(Adder& add, Options& o) {
     // A step
     add("--checkpoint", o.checkpoint, CLI::Validator(),
         "what backward runs again instead of keeping it: groups of N blocks, nested, the "
-        "feed-forward layers (ffn) or N of them (ffn:N); those, and N blocks whole (blocks:N)",
+        "feed-forward layers (ffn) or N of them (ffn:N); those, and N blocks whole (blocks:N); "
+        "untyped, leaderboard chooses",
         "none");
     add("--trace", o.trace, OUTPUT, "the file for what ran when, for Perfetto or chrome://tracing");
     if (add.command.writes_folder()) {
@@ -296,7 +298,7 @@ static void add_own_options(Adder& add, Options& o) {
     add("--impl", o.impl, CLI::IsMember(impls, CLI::ignore_case),
         "which implementation of attention runs", "auto");
     add("--inputs", o.inputs, CLI::ExistingFile,
-        "safetensors file of q, k, v and perhaps do, [B, H, S, D]");
+        "safetensors file of q, k, v and perhaps do, [B, H, S, D] or [B, S, D]");
     add("--weights", o.weights, CLI::ExistingFile, "the state_dict, a safetensors file");
     add("--batch", o.batch, CLI::ExistingFile, "tokens and targets of [B, T], a safetensors file");
     add("--rope_theta", o.rope_theta, number(), "base of the rotary embedding", "10000");
@@ -308,7 +310,8 @@ static void add_own_options(Adder& add, Options& o) {
 
     // Ranks
     add("--nproc", o.nproc, whole(1, 64),
-        "ranks to start; under torchrun and the like theirs are taken", "2");
+        "ranks to start (all-reduce: also 4 and 6); under torchrun and the like theirs are taken",
+        "2");
     add("--backend", o.backend, one_of({"auto", "nccl", "gloo"}),
         "library of the collectives; auto: nccl if each rank has a GPU", "auto");
     add("--timeout", o.timeout, number(1e5), "seconds that a rank waits for the others", "60");

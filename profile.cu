@@ -17,7 +17,8 @@ using Json = nlohmann::json;
 //   "matmul"                     lib/matmul.cu, around every matrix product but flash's
 //   "attention"                  attention.cu and flash.cu, around all of it
 //   "softmax"                    attention.cu, both by its definition and fused
-//   "rope", "swiglu", "rmsnorm"  layers.cu
+//   "rope"                       layers.cu, in mode eager; else it is within "projections"
+//   "swiglu", "rmsnorm"          layers.cu
 //   "layer"                      model.cu, around a block
 //   "optimizer"                  layers.cu, around AdamW
 //   "step", "forward"            profile_phase below; model.cu. range_paths() leaves both out where
@@ -48,7 +49,8 @@ static string short_kernel_name(string s) {
 
 // Returns the path of each range of the trace, from the outermost range to itself. A backward
 // step's path is step/backward and then the path of the forward range that recorded it:
-// step/backward/layer/attention/softmax.
+// step/backward/layer/attention/softmax. (Outer ranges of other names stay, as ddp.cu's naive in
+// naive/backward/naive/forward/layer.)
 static vector<string> range_paths(const Trace& trace) {
     vector<string> paths;
     for (const TracedRange& r : trace.ranges) {  // parents stand before their children
@@ -944,7 +946,7 @@ static void answer_memory_profiling(const MemoryRuns& runs) {
     answer_block(*r);
 }
 
-// Profiles the size in each precision at each length, and prints. Without a GPU nothing is
+// Profiles the size in each precision at each length, and prints. On the CPU nothing is
 // computed: what the sizes need is predicted.
 int cmd_memory_profiling(const Options& o) {
     choose_device(o.device);

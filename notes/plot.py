@@ -11,7 +11,7 @@ the picture names (`make pictures`).
         The last range of a name; bucketed.0 is the first
 
 Needs matplotlib. A picture that lacks something stays as it is, with a line on stderr. GitHub shows a picture about
-800 pixels wide, and beside another one 400: all text has 17 of the 800.
+800 pixels wide, and beside another one 400: text has 14 to 17 of the 800.
 """
 import argparse, collections, json, math, os, pickle, re, sys
 
@@ -643,8 +643,8 @@ def times_of(size, length):
 
 
 def memory(paths, name, same_as=""):
-    """A snapshot has the order of allocations, but no times: the host runs ahead of a GPU, and a prediction computes
-    nothing. So only the phases' widths are times, nsys_profile's, at the size `same_as`; without them x has no unit."""
+    """A predicted snapshot has the order of allocations, but no times: nothing is computed. So a snapshot's times are
+    not read, and only the phases' widths are times, nsys_profile's, at the size `same_as`; without them x has no unit."""
     rows, columns = (len(paths) + 1) // 2, min(len(paths), 2)
     figure, axes = plt.subplots(rows, columns, figsize=(10, 4.4 * rows), width_ratios=[2, 3][-columns:], squeeze=False,
                                 layout="constrained")

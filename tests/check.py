@@ -539,7 +539,7 @@ def attention_causes(attention, yours, numbers, inputs, causal, precision):
 
 
 def at_scores_of_100(attention, q, k, v, sign):
-    """(the difference, in words what is not finite). All scores get one addend, so the softmax is the same."""
+    """(the difference, in words what is not finite). Component 0 adds 100 (or -100) to all scores: the softmax is that of the others."""
     q, k = q.clone(), k.clone()
     q[..., 0] = (100 * q.shape[-1] ** 0.5) ** 0.5
     k[..., 0] = sign * q[..., 0]
@@ -622,7 +622,7 @@ def unseen_in_attention(attention, inputs, causal):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Your distributed classes: tests/check_ranks.py. Where a GPU is in use, they run in a process that sees none.
+# Your distributed classes: tests/check_ranks.py. Where there is a GPU, they run in a process that sees none.
 
 def on_ranks(kind, yours, seconds=15):
     import check_ranks

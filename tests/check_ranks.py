@@ -25,7 +25,7 @@ STEPS, RATE = 3, 0.5
 # Ranks
 
 class Watch(TorchDispatchMode):
-    """Writes down each collective that this rank starts, and the most bytes that measure() gives on the way.
+    """Notes each collective that this rank starts, and the largest share of the weights that measure() gives.
 
     The first one that is sent in backward or after it waits for `delay` seconds."""
     ALIKE = "allreduce_ broadcast_ reduce_ allgather_ _allgather_base_ reduce_scatter_ _reduce_scatter_base_".split()
@@ -396,7 +396,7 @@ LATER = ": what is changed in param_groups later does not reach the optimizer"
 def sharded_groups(case, parameters, own=True):
     if case not in ("two groups", "add_param_group"): return parameters
     halves = [{"params": half} for half in (parameters[:4], parameters[4:])]
-    return [halves[0] | (GIVEN if own else {}), *halves[1:]]  # the second group gets OTHER, as all do
+    return [halves[0] | (GIVEN if own else {}), *halves[1:]]  # all get OTHER; only the first has its own settings
 
 
 def change_settings(case, optimizer, step, factors=FACTORS):
@@ -480,7 +480,7 @@ def compare_sharded(kind, case, results):
     left = sum((r["left"] for r in results), [])
     if left: said.append(("zero_grad()", f"leaves the gradients of {few(list(dict.fromkeys(left)))}"))
     share = math.ceil(len(learnt) / len(results)) / len(learnt)  # a whole number of weights
-    fair = max(held) <= 1.1 * share or case in ("frozen parameters", NO_GRADIENT)  # which some count, and some do not
+    fair = max(held) <= 1.1 * share or case in ("frozen parameters", NO_GRADIENT)  # some solutions count such weights, some do not
     if min(held) > 0.95: said.append(("the states", "are not sharded: each rank has those of all parameters"))
     elif not fair: said.append(("a rank", f"holds {max(held):.0%} of the states; a fair share is {share:.0%}"))
     cells = [f"{far(1):.1e}", f"{far(STEPS):.1e}", ", ".join(f"{h:.0%}" for h in held)]
