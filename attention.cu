@@ -11,10 +11,10 @@
 //   P = softmax(S)           row by row, with m_i = max_j S_ij:
 //                            P_ij = exp(S_ij - m_i) / sum_j exp(S_ij - m_i)
 //   O = P V
-// Q [B,H,Tq,D], K and V [B,H,Tk,D], O [B,H,Tq,D]; S and P are [B,H,Tq,Tk], the only arrays that
-// grow with T^2. The two products cost 4*B*H*Tq*Tk*D FLOPs, the softmax 5*B*H*Tq*Tk: 4D/5 times
-// less, yet in eager mode it takes as long as the products, because each of its kernels moves
-// all of S through memory.
+// Q [B,H,Tq,D], K and V [B,H,Tk,D], O [B,H,Tq,D]; S and P are [B,H,Tq,Tk]. They and backward's
+// dP and dS alone grow with T^2. The two products cost 4*B*H*Tq*Tk*D FLOPs, the softmax
+// 5*B*H*Tq*Tk: 4D/5 times less, yet in eager mode it takes about as long as the products or longer,
+// because each of its kernels moves all of S through memory.
 //
 // Backward, given dO (handout, eq. 13-19; D_i, "delta" in the code, is not the head size):
 //   dV = P^T dO,  dP = dO V^T,  dS_ij = P_ij (dP_ij - D_i) with D_i = sum_j P_ij dP_ij,
@@ -47,7 +47,7 @@ static Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v,
         Range r("softmax");
         Tensor m = max_last(s);
         s = sub(s, m);
-        Tensor e = exp(s);  // under autocast in fp32, and so are sum and p; the tape keeps e and p
+        Tensor e = exp(s);  // under autocast in fp32, and so are sum and p. The tape keeps e and p
         Tensor sum = sum_last(e);
         p = div(e, sum);
         if (L) { *L = reshape(add(detached(m), log(detached(sum))), shape_of_L(q)); }
@@ -86,8 +86,8 @@ static string grid_caption(const Options& o, const char* what) {
         what, GRID_BATCH, o.steps);
 }
 
-// Returns the bytes that naive holds when backward starts, in fp32: exp(S - m) and P; q, k, v, O
-// and dO; of each row the maximum's index and the sum.
+// Returns the bytes that naive holds when backward starts, in fp32: exp(scores - m) and P; q, k, v,
+// O and dO; of each row the maximum's index and the sum. S is the length.
 static double saved_by_naive(double B, double S, double D) {
     return 4 * B * (2 * S * S + 5 * S * D + 2 * S);
 }
@@ -137,8 +137,8 @@ static void answer_pytorch_attention(const AttentionRuns& runs, const TooLong& t
            mib_of(4 * GRID_BATCH * t.S * (5.0 * D + 1)));
 }
 
-// Times naive on the grid, and prints the table, in the write-ups' units and column names, and the
-// answers. Returns 0.
+// Times naive on the grid, and prints the table, in public write-ups' units and column names, and
+// the answers. Returns 0.
 int cmd_pytorch_attention(const Options& o) {
     choose_device(o.device);
     const AttentionRuns runs = run_grid(o, nullptr);
@@ -175,8 +175,8 @@ int cmd_pytorch_attention(const Options& o) {
 // The loop passes three times over a row. The kernel finds maximum and sum in one pass (the sum is
 // rescaled when the maximum grows: "online" softmax) and writes in a second; per score it reads at
 // most twice and writes once. Eager's max, sub, exp, sum and div read five times and write three
-// times (argmax, for the tape, reads once more). Its maxima start from a finite number: a score of
-// -inf then adds exp(-inf) = 0, where -inf - -inf would be NaN.
+// times (argmax, for the tape, reads once more). The kernel's maxima start from a finite number: a
+// score of -inf then adds exp(-inf) = 0, where -inf - -inf would be NaN.
 
 // Overwrites S [N,Tk] with P, and writes L [N] if it is not null. Sums are fp64. Small arrays stay
 // on one core: to start the others would take longer.
@@ -292,8 +292,8 @@ static void softmax_in_place(const Tensor& x, const Tensor& L, const Tensor& P, 
 }
 
 // -------------------------------------------------------------------------------------------------
-// 1.3, fused: the products stay cuBLAS's, everything between them is one kernel, and S and P share
-// one array.
+// 1.3, fused: the products stay the library's, everything between them is one kernel, and S and P
+// share one array.
 
 // Returns O [B,H,Tq,D], and writes L [B,H,Tq] if it is not null. The backward is recorded as one
 // step of the tape.
@@ -482,9 +482,9 @@ static void weighted_sum_backward(const WeightedSum& t) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 1.3.1, its experiment: both passes at odd sizes and at a large one, timed, and compared with what
-// the tape makes of sum(w x) in fp64. It prints times, rates and errors, then whether memory bounds
-// each pass.
+// 1.3.1, its experiment: both passes at odd sizes and at a large one, timed. Where x has at most
+// 2^20 numbers, they are compared with what the tape makes of sum(w x) in fp64. It prints times,
+// rates and errors, then whether memory bounds each pass.
 
 // Returns the largest error of y, dx and dw against fp64; fails where one is above its tolerance.
 static double weighted_sum_error(const WeightedSum& t) {
@@ -550,7 +550,8 @@ static void answer_weighted_sum(const MemoryRates& r) {
            "4 bytes and writes 4.");
 }
 
-// Times and checks all sizes, and prints the table and the answer. Returns 0.
+// Times all sizes, checks those of at most 2^20 numbers, and prints the table and the answer.
+// Returns 0.
 int cmd_weighted_sum(const Options& o) {
     choose_device(o.device);
     Table table{
@@ -701,8 +702,8 @@ PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, DType dt
     return t;
 }
 
-// Times naive and another implementation (null: naive alone) at each head size and length. On a GPU
-// a head size that flash_head_size refuses would end flash_benchmarking.
+// Times naive and another implementation (null: naive alone) at each head size and length. A head
+// size that flash_head_size refuses would end flash_benchmarking on a GPU newer than the T4.
 AttentionRuns time_all(const AttentionImpl* other, int B, bool causal, DType dtype,
                        const vector<int>& lengths, const Effort& effort) {
     AttentionRuns runs;

@@ -35,7 +35,7 @@ HD inline T* row_at(const Heads& x, int i) {
     return (T*)x.data + i * x.row;
 }
 // The causal mask: query i sees keys 0 to keys_seen - 1. (Naive makes it a tensor; kernels in tiles
-// know it by tile.)
+// leave out the tiles that nobody sees, and ask for each score of the others.)
 HD inline int keys_seen(bool causal, int i, int Tk) { return causal && i + 1 < Tk ? i + 1 : Tk; }
 // What backward's kernels (but Hopper's) read of a query. step_7 (below) makes it: D_i is that of
 // step 7 (flash.cu), and L_log2e is L log2(e). The GPU has exp2, not exp, so they compute P =
@@ -50,8 +50,8 @@ struct AttentionArgs {
     int B, H, Tq, Tk;
     float scale;  // 1/sqrt(D)
     bool causal;
-    // For backward, made by step_7; in forward null. A head's rows are padded to query_rows: a row
-    // beyond Tq has L_log2e = inf, so its P is 0.
+    // For backward, made by step_7; null in forward, tiled and Hopper. A head's rows are padded to
+    // query_rows: a row beyond Tq has L_log2e = inf, so its P is 0.
     const BackwardQuery* queries;  // [B*H,query_rows]
     int query_rows;
 };
@@ -94,10 +94,10 @@ enum AttentionPass { FORWARD_PASS, BACKWARD_PASS, BOTH_PASSES, ATTENTION_PASSES 
 // The times of an implementation's passes in one case.
 struct PassTimes {
     Stats ms[ATTENTION_PASSES]{};
-    size_t held = 0;  // bytes when backward starts: the inputs, and what forward saved
+    size_t held = 0;  // bytes when backward starts: inputs, what forward saved, cuBLAS's workspace
     size_t oom = 0;   // bytes that the passes need, where these do not fit; else 0
 };
-// A row of an experiment's table: one head, a sequence of length S.
+// A row of an experiment's table: one head, sequences of length S.
 struct AttentionRun {
     int S, D;
     DType dtype;

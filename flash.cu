@@ -12,9 +12,9 @@
 // steps.
 //
 // S = Q K^T / sqrt(D) and P = softmax(S) never exist as a whole. Queries are cut into tiles Q_i of
-// Bq rows, keys and values into tiles K_j and V_j of Bk rows; q_tiles and k_tiles are how many
-// there are (the handout's T_q and T_k: here Tq and Tk are the numbers of queries and keys). The
-// first query and key of a tile are q0 and k0.
+// Bq rows, keys and values into tiles K_j and V_j of Bk rows. (The handout's T_q and T_k count the
+// tiles; here Tq and Tk are the numbers of queries and keys.) The first query and key of a tile are
+// q0 and k0.
 //
 // Forward (the handout's algorithm 1). A block of threads owns a tile Q_i, and all K_j and V_j
 // pass. It keeps, for each row, the largest score so far m, the sum l of exp(S - m), and O so far,
@@ -141,7 +141,8 @@ static void flash_forward_tile_cpu(AttentionArgs a, int head, int q0) {
     }
 }
 
-// Writes O and L. A thread takes a tile of queries; the last tiles have the most keys and go first.
+// Writes O and L. A thread takes a tile of queries. The last tiles, which have the most keys if the
+// mask is causal, go first.
 static void flash_forward_cpu(const AttentionTensors& t) {
     const AttentionArgs a = args_of(t);
     one_blas_thread();
@@ -256,10 +257,10 @@ AttentionArgs step_7(const AttentionTensors& t, Tensor* memory) {
 // block owns a tile of 32 rows (of Q; for dK and dV, of K and V) and has a warp for each:
 // threadIdx.y is the warp, threadIdx.x the lane, blockIdx.x the head, blockIdx.y the tile. The
 // warp's lanes hold that row's columns in registers: columns lane, lane + 32, ... Tiles of 32 rows
-// of the other side pass through shared memory; in a product, lane j takes the tile's row j. All
-// sums are fp32. __launch_bounds__(threads, blocks) tells the compiler that a block has at most so
-// many threads, and that so many blocks must fit on an SM at once. This limits a thread's
-// registers.
+// of the other side pass through shared memory. In a dot product lane j takes the tile's row j.
+// Where rows are added up, each lane takes its columns. All sums are fp32.
+// __launch_bounds__(threads, blocks) tells the compiler that a block has at most so many threads,
+// and that so many blocks must fit on an SM at once. This limits a thread's registers.
 //
 // It runs on every card since sm_75. What it leaves to faster kernels: a product reads one number
 // from shared memory for each multiplication, and up to one from another lane; the tensor cores
@@ -450,11 +451,11 @@ static void flash_v1_backward(const AttentionTensors& t) {
 // 1.3.2 flash_forward (b) and flash_backward, flash_v2: the same steps on tensor cores. Its kernels
 // are flash_v1's, but find their head without move_to_head, which cost forward 5 %; v2_dot and
 // v2_add_rows stand where v1_dot and v1_add_rows stood. What changes, and why it is faster:
-//   - mma multiplies a 16x16 by a 16x8 matrix in one instruction of a warp, 2048 multiplications.
-//     All its matrices lie in the warp's registers.
+//   - mma multiplies a 16x16 by a 16x8 matrix in one instruction of a warp (on a T4 in two), 2048
+//     multiplications. All its matrices lie in the warp's registers.
 //   - A warp owns 8 R rows, 16 or 32, where it owned one. What it reads of a passing tile serves
 //     all of them.
-//   - The next tile is copied while this one is computed on.
+//   - The next tile is copied while this one is computed on (not on a T4: see copy_16).
 //   - Forward's exponential is exp2, too, which the GPU has. With c = log2(e) / sqrt(D), and m[r]
 //     holding m log2(e), step 3's exp(S - m) is exp2(c x - m[r]), where x is the product without
 //     the scale.
@@ -555,8 +556,8 @@ __device__ void v2_load(T* tile_smem,  // [ROWS,D + 8]
         from += DOWN * x.row;
     }
 }
-// Multiplies A's squares by B's for columns n and n + 1 of the sums, and adds: b[0] and b[1] are
-// those of column n, b[2] and b[3] those of column n + 1.
+// Multiplies A's squares by B's for the squares n and n + 1 across of the sums, and adds: b[0]
+// and b[1] are those of n, b[2] and b[3] those of n + 1.
 template <class T, int R, int N>
 __device__ void v2_mma(float (&sums_rmem)[R][N][2], int n, const uint32_t (&a)[R / 2][4],
                        const uint32_t (&b)[4]) {
@@ -910,8 +911,8 @@ static bool flash_v1_takes(DType, int64_t D) { return flash_head_size(D); }
 #endif
 
 // -------------------------------------------------------------------------------------------------
-// 1.3.2, the table of implementations: dispatch, commands, benchmarks and tests walk it. With those
-// of attention.cu and of fast/ its rows are, by rung:
+// 1.3.2, the table of implementations: dispatch, commands, benchmarks and tests walk it. Its first
+// rows are attention.cu's, naive (rung 10) and fused (20). Those of flash, fast/'s among them, are:
 //   rung  name        takes                                               file
 //   30    tiled       the CPU, fp32                                       flash.cu
 //   30    flash_v1    every card, every type; in mode flash not fp16      flash.cu
@@ -920,9 +921,9 @@ static bool flash_v1_takes(DType, int64_t D) { return flash_head_size(D); }
 //   60    hopper      bf16 on sm_90                                       fast/flash_hopper.cu
 
 static bool only_fp32(DType t, int64_t) { return t == F32; }
-// A new head size, a multiple of 16, goes here and into with_head_size (attention.h), into ACROSS
-// of v2_load, into flash_leaderboard's error, and, by the registers that v2_keys speaks of, into
-// v2_keys, v2_queries and R of flash_v2_backward.
+// A new head size, a multiple of 16 up to 128, goes here and into with_head_size (attention.h),
+// into ACROSS of v2_load, into flash_leaderboard's error, and, by the registers that v2_keys speaks
+// of, into v2_keys, v2_queries and R of flash_v2_backward. In fast/ static_asserts tell the rest.
 bool flash_head_size(int64_t D) { return D == 16 || D == 32 || D == 64 || D == 80 || D == 128; }
 
 static const AddRow<AttentionImpl> flash_impls[] = {

@@ -150,7 +150,7 @@ static const vector<AttentionCase> check_cases = {
     {4, 1, 128, 128, 64, true},    // the same, causal
     {1, 2, 1, 1, 16, true},        // one query and one key
     {2, 3, 65, 65, 32, true},      // one more than tiles have
-    {1, 2, 127, 200, 80, false},   // more keys than queries; no tile is full
+    {1, 2, 127, 200, 80, false},   // more keys than queries; the last tiles are not full
     {1, 2, 200, 127, 80, true},    // more queries than keys
     {2, 1, 257, 129, 128, true},   // one more than tiles have, of the largest head
     {1, 1, 63, 300, 128, true},    // no query sees the last keys
@@ -253,8 +253,8 @@ int cmd_flash_backward(const Options& o) {
 
 // -------------------------------------------------------------------------------------------------
 // 1.3.2 flash_benchmarking: flash against naive in batch 1, one head, causal, in bf16 and fp32, at
-// each length from 128 to 65536 and each head size. It prints the times of the passes, and on how
-// many sizes flash is faster.
+// each power of 2 from 128 to 65536 (--quick: 512) and head sizes 16 to 128. It prints the times of
+// the passes, and on how many sizes flash is faster.
 
 // Returns a timer of as many runs as fill ms (3 to 5000), after as many as fill warmup_ms (1 to
 // 5000). One run says how many these are: a pass takes from some microseconds to seconds.
@@ -267,8 +267,8 @@ static PassTimer time_for_ms(double warmup_ms, double ms) {
     };
 }
 
-// Prints up to which length naive waits for its launches: its time does not grow with S. The runs
-// are of one dtype.
+// Prints up to which length naive's time grows by less than a fifth, at the first head size: there
+// launches may bound it. It prints nothing on a CPU. The runs are of one dtype.
 static void answer_launches(const AttentionRuns& runs) {
     auto ms_of = [](const AttentionRun& r) { return r.naive.ms[BOTH_PASSES].median; };
     const AttentionRun *first = nullptr, *last = nullptr;
@@ -311,7 +311,7 @@ int cmd_flash_benchmarking(const Options& o) {
     const double ms = o.quick ? 20 : 100;  // for each time
     AttentionRuns runs;
     for (DType dtype : {BF16, F32}) {
-        // What takes head size 64 takes all of time_all's: those of flash_head_size.
+        // What takes head size 64 takes all of time_all's, some of flash_head_size's.
         const AttentionImpl* flash = fastest_flash(context.device, dtype, 64);
         if (!flash) { continue; }  // the CPU has none in bf16
         const Effort effort = {time_for_ms(ms / 4, ms), true};
@@ -339,8 +339,8 @@ int cmd_flash_benchmarking(const Options& o) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 1.3.3 flash_leaderboard: forward and backward of one long causal sequence, by every flash that
-// runs here. It prints times and TFLOP/s, and which is fastest.
+// 1.3.3 flash_leaderboard: forward and backward of one long causal sequence, by --impl, by
+// default every flash that runs here. It prints times and TFLOP/s, and which is fastest.
 
 // Returns the TFLOP/s of both passes, NAN if these did not fit. Causal attention counts as half of
 // S^2: forward's two products take 2 S^2 D FLOPs per head, backward's five 2.5 times as many.

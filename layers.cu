@@ -33,8 +33,8 @@
 //
 // A tensor knows its type at run time, a kernel has to know it at compile time. Each fused op
 // therefore calls with_types() with a function that is compiled for each pair that occurs, and
-// with_types() runs the one that fits its tensors. RUN (lib/gpu.h) then chooses between loop and
-// kernel. In fp32 the whole call
+// with_types() runs the one that fits its tensors. RUN, or for_each where one body serves both
+// (lib/gpu.h), then chooses between CPU and GPU. In fp32 the whole call
 //   with_types(y, x, [&](auto zero, auto x_zero) {
 //       RUN(op, x.device(), N, y.as(zero), x.as(x_zero), N, C);
 //   });
@@ -73,7 +73,7 @@ static const LayerOps& ops();
 //   x += delta;  r = 1/sqrt(mean_c(x_c^2) + eps);  y_c = w_c x_c r
 //   dx_c = r w_c dy_c - x_c r^3/C sum_j(w_j dy_j x_j);  dw_c = sum over rows of dy_c x_c r
 // x, delta, y, dx [N,C]; r [N]; w [C]. Mode eager needs 7 kernels forward and 12 backward for
-// it (under autocast 13); fused it is 1 and 2.
+// it (under autocast 13; in pure bf16 9 and 14, with casts); fused it is 1 and 2.
 
 // Adds delta to *x, if there is one, and returns y. Autograd knows the backward of each step.
 static Tensor add_rmsnorm_eager(Tensor* x, const Tensor& delta, const Tensor& w, float eps) {
@@ -597,7 +597,8 @@ static const LayerOps& ops() {
 //   loss = mean_n( lse_n - l[n,t_n] ),  lse_n = log sum_v exp(l[n,v])
 //   dl[n,v] = (exp(l[n,v] - lse_n) - [v = t_n]) dloss / N
 // On the GPU all is computed in fp32, whatever the logits are. Fused: one kernel for the rows, one
-// for their mean and one backward, and the logits' gradient takes their place in memory.
+// for their mean and one backward. The logits' gradient takes their place in memory, if nobody else
+// holds them.
 
 static Tensor cross_entropy_eager(const Tensor& logits, const Tensor& targets) {
     Tensor l = cast(logits, logits.dtype == F64 ? F64 : F32);
@@ -727,8 +728,8 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets) {
 }
 
 // Returns the same loss from x [N,C] (y in the dtype that products take) and the head w [V,C].
-// Where V is large, the logits x w^T are most of a step's memory, so they are made a chunk of rows
-// at a time. Forward computes the gradients of a chunk at once,
+// Where V is large, so are the logits x w^T (10 GB on a rank of the 8.1B step). So they are made a
+// chunk of rows at a time. Forward computes the gradients of a chunk at once,
 //   dx = dl w,  dW += dl^T x      with dl for dloss = 1,
 // and backward scales them. dW adds up in fp32, so a 16-bit gradient is rounded once. It is not for
 // fp16: dl, mostly about 1/(N V), would vanish before the loss scale multiplies it. leaderboard
@@ -778,16 +779,16 @@ Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, 
 
 // -------------------------------------------------------------------------------------------------
 // The optimizer: the sum of all gradients' squares, in a fixed order, for their norm; then AdamW
-// (Loshchilov and Hutter, 2019), t = 1, 2, ... The weights decay first, as in PyTorch and the 2026
-// handout; 2025's decay after the step. eps is added before v's bias correction, as in the course's
-// first assignment; PyTorch adds it after, to sqrt(v / (1 - b2^t)). The code of these lines is
-// adamw_element in fast_ways.h:
+// (Loshchilov and Hutter, 2019), t = 1, 2, ... The weights decay first, as in PyTorch and in
+// 2026's course; in 2025's they decay after the step. eps is added before v's bias correction, as
+// in the course's first assignment; PyTorch adds it after, to sqrt(v / (1 - b2^t)). The code of
+// these lines is adamw_element in fast_ways.h:
 //   p *= 1 - lr wd;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
 //   p -= lr sqrt(1 - b2^t)/(1 - b1^t) m / (sqrt(v) + eps)
-// An optimizer that is written op by op, as the first assignment's, has 13 kernels for every
-// parameter tensor, and so has mode eager (14 where it clips or unscales). Fused it is one: p, m
-// and v are each read and written once, 24 bytes per parameter in fp32, and g is read (2 or 4). In
-// pure bf16 that is 14 in all.
+// Mode eager writes it op by op: 13 kernels for every parameter tensor, one more where it clips or
+// unscales, and one more in pure bf16, a cast. Fused it is one, and fast/ steps up to 64 tensors in
+// one: p, m and v are each read and written once, 24 bytes per parameter in fp32, and g is read (2
+// or 4). In pure bf16 that is 14 bytes in all.
 
 #ifdef HAVE_CUDA
 constexpr int NORM_BLOCKS = 1024;

@@ -34,8 +34,8 @@ void check_config(const ModelConfig& c) {
     }
 }
 
-// Returns the sizes, checked: a custom one where --d_model, --d_ff, --num_layers or --num_heads was
-// typed, with small's numbers for those that were not; else those of --size, in the table's order.
+// Returns the sizes, checked: a custom one where --d_model, --d_ff, --num_layers or --num_heads has
+// a value, with small's numbers for the others; else those of --size, in the table's order.
 ModelConfigs configs_of(const Options& o) {
     ModelConfigs configs;
     if (!o.has("size") && (o.d_model || o.d_ff || o.num_layers || o.num_heads)) {
@@ -138,8 +138,8 @@ void place_weights(Model& model, const Place& place) {
 }
 
 // Returns a model whose weights are one arena of zeros. The arena's length is a multiple of 6720 =
-// 2^6 x 3 x 5 x 7, so that 1 to 8 ranks can own equal parts of it. What lies behind the last weight
-// is in the last part, and the sharded optimizer sums and steps it, so it must not hold NaN.
+// 2^6 x 3 x 5 x 7, so that 1 to 8 ranks can own equal parts of it. The sharded optimizer sums and
+// steps the gaps between weights and what lies behind the last, so they must not hold NaN.
 Model make_model(const ModelConfig& c, DType dtype) {
     constexpr int64_t PARTS = 6720;
     Model model = lay_out_model(c);
@@ -213,8 +213,8 @@ void make_ready(Model& model, int64_t T) {
 
 // The residual stream x, [B,T,C], is sum + delta. += only stores its part in delta (null: none
 // waits); the next norm adds that to sum. So between two += there has to be a norm. The reason:
-// modes fused and flash have one kernel for both, add_rmsnorm, which reads and writes x once. Mode
-// eager adds there, too, by an op of its own.
+// modes fused and flash have one op for both, add_rmsnorm, whose fast kernel reads short rows once.
+// Mode eager adds there, too, by an op of its own.
 struct Residual {
     Tensor sum;
     float eps;
@@ -248,12 +248,12 @@ static void run_block(const Model& model, const Layer& layer, FeedForward* ffn, 
 
 // -------------------------------------------------------------------------------------------------
 // Units: the embedding, each block, the head. FSDP gathers the weights unit by unit, for forward
-// and once more for backward. begin_unit stands before a unit's ops and calls pre_forward. end_unit
-// stands behind them: it returns y_in, the last op's result, with one more step on the tape, which
-// calls pre_backward. Backward comes to this step before the unit's other steps, since the tape
-// runs from its end. The head has no end_unit: its weights are still there when backward begins.
-// The norms belong to no unit: every rank has them. The steps refer to the model, so it has to stay
-// at its address. Every loss runs through every unit, so all ranks start the same collectives.
+// and for backward what it no longer has. begin_unit stands before a unit's ops and calls
+// pre_forward. end_unit stands behind them: it returns y_in, the last op's result, with one more
+// step on the tape, which calls pre_backward. Backward comes to this step before the unit's other
+// steps, since the tape runs from its end. The head has no end_unit: its weights are still there
+// when backward begins. The norms belong to no unit: every rank has them. The steps refer to the
+// model, which stays at its address. Every loss runs through every unit, for equal collectives.
 
 void begin_unit(const Model& model, int unit) {
     if (model.pre_forward) { model.pre_forward(unit); }
@@ -319,7 +319,7 @@ Tensor forward_to_loss(Model& model, const Batch& batch) {
 // AdamW's step. Its rule, the form of mode eager and the fused one stand at the end of layers.cu.
 
 // Returns the gradients as backward left them. Outside mode eager q, k and v have one gradient,
-// that of the slot qkv, and their own slots have none; so with w1 and w3 (w13).
+// that of the slot qkv, and their own slots stay unfilled; so with w1 and w3 (w13).
 static FlatGradients flat_gradients(const Model& model) {
     FlatGradients gradients;
     for (const Tensor& t : model.slots) {
@@ -471,9 +471,9 @@ void train_step(Trainer& t, const vector<Batch>& batches) {
 
 // -------------------------------------------------------------------------------------------------
 // What experiments share: the settings that the options name, and the times of a model's passes,
-// for benchmarking_script (1.1.3), torch_compile (b) (1.3) and benchmarking_mixed_precision (c)
-// (1.1.5). Each phase is warmed up and timed by itself, by the host's clock, launches included. A
-// step waits for the device at its end. If it has several parts, it also waits before the last one.
+// for benchmarking_script (1.1.3), torch_compile (b), benchmarking_mixed_precision (c) and 2026's
+// gradient_checkpointing. Each phase is warmed up and timed by itself, by the host's clock,
+// launches included. A step waits for the device at its end, and before the last of its parts.
 
 vector<Precision> precisions_of(const Options& o) {
     vector<Precision> precisions;
@@ -636,7 +636,7 @@ static StepRun measure_model(const ModelConfig& c, const Options& o, const vecto
                                      memory_use(context.device).now);
         if (oom) {
             last.all.clear();  // the steps before memory ran out; run.all is still empty
-            model = {};        // it has 16-bit copies of weights whose casts are off the tape
+            model = {};  // in mode eager it may hold 16-bit copies whose casts are off the tape
         }
         something_ran |= !oom;
 
@@ -740,7 +740,7 @@ static void print_pass_times(const Setting& setting, const Sweep& s) {
     print(table);
     if (setting.runs[0].pass[FW].ran()) { answer_step_times(setting.runs); }
 }
-// Prints forward, and forward with backward, in seconds: the form of one of the write-ups' tables.
+// Prints forward, and forward with backward, in seconds: the form of a public write-up's table.
 static void print_seconds(const Setting& first, const Sweep& s) {
     Table table{s.caption("benchmarking_script, in seconds; " + first.name),
                 {"", "model", "mean", "std"}};
@@ -772,9 +772,9 @@ static void print_whole_steps(const vector<Setting>& settings, const Sweep& s) {
     print(table);
 }
 
-// Answers (c): counts one run twice, after the most warm-up steps (warm) and after fewer, and
-// compares the means of `steps` steps each. A slow first step raises the mean and the deviation
-// alike, so only the warm run's deviation is taken for noise.
+// Answers (c): counts one run after the most warm-up steps (warm) and after each smaller number,
+// and compares the means of `steps` steps each. A slow first step raises mean and deviation alike,
+// so noise is the warm run's deviation, or 5 % of its mean if that is more.
 static void answer_warmup(const StepRun& run, const vector<int>& warmup, int steps) {
     bool first_is_slow = false;
     for (Pass pass : {FW, BW_ONLY}) {

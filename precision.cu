@@ -173,10 +173,10 @@ void print_toy_models() {
 // is less than a 256th of its weight can be rounded away.
 
 // -------------------------------------------------------------------------------------------------
-// Loss scaling. fp16's smallest number is 6e-8, and gradients are often smaller; bf16, with fp32's
-// exponents, needs none of this. A factor on the loss is a factor on all gradients. The largest one
-// that works is not known beforehand and changes during training, so it is searched for: up now and
-// then, and down when something overflows.
+// Loss scaling. fp16's smallest positive number is 6e-8, and gradients are often smaller; bf16,
+// with fp32's exponents, needs none of this. A factor on the loss is a factor on all gradients. The
+// largest one that works is not known beforehand and changes during training, so it is searched
+// for: up now and then, and down when something overflows.
 
 // Halves the scale after a step that found inf or NaN, and doubles it after growth_interval good
 // steps in a row, unless it would become infinite.
