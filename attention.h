@@ -34,8 +34,8 @@ template <class T>
 HD inline T* row_at(const Heads& x, int i) {
     return (T*)x.data + i * x.row;
 }
-// The causal mask: query i sees keys 0 to keys_seen - 1. (Naive makes it a tensor; kernels in tiles
-// leave out the tiles that nobody sees, and ask for each score of the others.)
+// The causal mask: query i sees keys 0 to keys_seen - 1. (Naive makes it a tensor. Kernels in tiles
+// leave out tiles that nobody sees; most ask for single scores only of tiles seen in part.)
 HD inline int keys_seen(bool causal, int i, int Tk) { return causal && i + 1 < Tk ? i + 1 : Tk; }
 // What backward's kernels (but Hopper's) read of a query. step_7 (below) makes it: D_i is that of
 // step 7 (flash.cu), and L_log2e is L log2(e). The GPU has exp2, not exp, so they compute P =

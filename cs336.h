@@ -94,7 +94,7 @@ Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, 
 // Layouts: activations [B,T,C]; Linear weights [out,in].
 
 struct ModelConfig {
-    string name;  // "small" ... "xl (2026)", "10B", "8B", "custom", or "lm" in tests
+    string name;  // "small" ... "xl (2026)", "10B", "8B", "custom", or "lm" in checks
     int d_model, d_ff, num_layers, num_heads, vocab_size = 10000;
     float rope_theta = 10000, eps = 1e-5f;
 };

@@ -556,8 +556,8 @@ __device__ void v2_load(T* tile_smem,  // [ROWS,D + 8]
         from += DOWN * x.row;
     }
 }
-// Multiplies A's squares by B's for the squares n and n + 1 across of the sums, and adds: b[0]
-// and b[1] are those of n, b[2] and b[3] those of n + 1.
+// Multiplies A's squares by B's, and adds to the sums' squares n and n + 1 across: b[0] and b[1]
+// are those of n, b[2] and b[3] those of n + 1.
 template <class T, int R, int N>
 __device__ void v2_mma(float (&sums_rmem)[R][N][2], int n, const uint32_t (&a)[R / 2][4],
                        const uint32_t (&b)[4]) {

@@ -52,10 +52,10 @@ struct Fsdp {
     int in_buffer[2] = {-1, -1};    // the unit whose weights each buffer has
     WorkPtr gathers[2];
     vector<FsdpWait> waits;  // of this step
-    // Each unit takes its AdamW step within backward, when the next unit's reduce-scatter starts,
-    // and its gradient is not kept. So the step must have one backward, and need no norm before:
-    // max_norm is 0 and the precision not fp16, which no line checks. fsdp_optimizer_step still
-    // follows: it steps the RMSNorms' weights.
+    // Each unit takes its AdamW step before the unit below starts its reduce-scatter (unit 0: at
+    // backward's end), and its gradient is not kept. So the step must have one backward, and need
+    // no norm before: max_norm is 0 and the precision not fp16, which no line checks.
+    // fsdp_optimizer_step still follows: it steps the RMSNorms' weights.
     bool steps_in_backward = false;
     // The lowest unit whose backward has begun; until forward comes to the head, the number of
     // units. start_reduce has run for every unit above it.
@@ -454,7 +454,7 @@ static WeightsCheck check_case(const Communicator& c, const FsdpCase& tried, uin
     }
 
     Trainer ours = fsdp_trainer(c, config, seed, false, adamw), whole;
-    whole.model = make_model(config);  // never split: its weights are compared by element
+    whole.model = make_model(config);  // never split: weights are compared element by element
     whole.adamw = adamw;
     init_weights(whole.model, seed);
     make_gradients(whole.model);

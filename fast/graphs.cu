@@ -4,7 +4,7 @@
 // than that each. A graph launches all its kernels at once and leaves shorter gaps between them.
 // The first step of a kind is a rehearsal (see StepPlaces), the second is captured, and from then
 // on the same kernels run on the same buffers. Read forward_backward_by_graphs first, then
-// graphs_or, which tells a rehearsal; its callers capture or launch.
+// graphs_or, which says whether a step is a rehearsal; its callers capture or launch.
 #include "fast_ways.h"
 #include "lib/gpu.h"
 

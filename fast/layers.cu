@@ -1,7 +1,7 @@
 // fast/layers.cu: the fused ops of layers.cu on the GPU, but not the loss. Here a thread loads and
-// stores up to 16 bytes at a time, and RMSNorm reads x once, if a row is no longer than a pack for
-// each thread. Formulas, shapes and what each op means stand in layers.cu;
-// read its plain kernels first, then with_types() here.
+// stores up to 16 bytes, a pack, at a time, and RMSNorm reads x once, if a row has no more packs
+// than its block has threads. Formulas, shapes and what each op means stand in layers.cu; read its
+// plain kernels first, then with_types() here.
 #include "fast_ways.h"
 #include "lib/gpu.h"
 

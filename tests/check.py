@@ -539,7 +539,7 @@ def attention_causes(attention, yours, numbers, inputs, causal, precision):
 
 
 def at_scores_of_100(attention, q, k, v, sign):
-    """(the difference, in words what is not finite). Component 0 adds 100 (or -100) to all scores: the softmax is that of the others."""
+    """(the difference, in words what is not finite). Component 0 only adds 100 (or -100) to each score: the softmax is the other components'."""
     q, k = q.clone(), k.clone()
     q[..., 0] = (100 * q.shape[-1] ** 0.5) ** 0.5
     k[..., 0] = sign * q[..., 0]
