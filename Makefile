@@ -153,8 +153,8 @@ $(BUILD)/fast/flash_hopper.o: override ARCH := $(if $(findstring 90,$(ARCH)),$(H
 	$(findstring compute_,$(ARCH)),$(ARCH),$(HOPPER)))
 endif
 
-# The commit stands in the first table's caption: lib/device.cu is compiled again when it changes. A repository that only
-# holds this folder has commits of its own, which are not ours.
+# The commit stands in the first table's caption: lib/device.cu is compiled again when it changes. A repository that
+# only holds this folder has commits of its own, which are not ours.
 $(BUILD)/lib/device.o: $(BUILD)/commit
 $(BUILD)/lib/device.o: DEFINES += -DCS336_COMMIT='"$(shell cat $(BUILD)/commit)"'
 $(BUILD)/commit: FORCE | $(BUILD)/config.mk
