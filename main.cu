@@ -310,7 +310,8 @@ static void add_own_options(Adder& add, Options& o) {
 
     // Ranks
     add("--nproc", o.nproc, whole(1, 64),
-        "ranks to start (all-reduce: also 4 and 6); under torchrun and the like theirs are taken",
+        "ranks to start (all-reduce: also 4 and 6; leaderboard without two GPUs: 1); under "
+        "torchrun and the like theirs are taken",
         "2");
     add("--backend", o.backend, one_of({"auto", "nccl", "gloo"}),
         "library of the collectives; auto: nccl if each rank has a GPU", "auto");
@@ -455,8 +456,9 @@ static bool parse_options(const Command& command, const vector<string>& words, O
         context.sizes = "; sizes of --quick where none is typed";
     }
     if (!o.context_lengths.empty()) { o.context_length = o.context_lengths[0]; }
-    // It is a usage error if the sizes do not fit each other.
-    if (command.takes("--vocab_size")) { configs_of(o); }
+    // It is a usage error if the sizes do not fit each other. Ranks see that in choose_step(),
+    // which first puts in the sizes of --quick.
+    if (command.takes("--vocab_size") && !command.takes("--backend")) { configs_of(o); }
     check_out(command, o);
     context.checkpoint = checkpointing_from(o.checkpoint);
     context.csv = o.format == "csv";
@@ -485,8 +487,10 @@ static int cmd_list(const Options&) {
 static bool is_as_now(const string& text, const string& of_commit, bool quick) {
     if (of_commit == "unknown" || text.find("dirty") != string::npos) { return false; }
     auto has = [&](const string& part) { return text.find(part) != string::npos; };
-    const bool device =
-        has(device_description()) || (context.device == CPU && has("meta (nothing is computed)"));
+    // The device's name alone: a CPU's threads follow it, and ranks have fewer.
+    const string here = device_description();
+    const bool device = has(here.substr(0, here.find(','))) ||
+                        (context.device == CPU && has("meta (nothing is computed)"));
     return device && has("commit " + of_commit) && quick == has("sizes of --quick") &&
            context.csv == (text[0] == '#');
 }

@@ -260,7 +260,7 @@ static void print_top_kernels(const ProfileRuns& runs, const string& caption) {
     };
     for (const ProfileRun& r : runs) {
         add(r, "forward", r.forward.kernels);
-        add(r, "forward+backward", outside(r.step.kernels, "optimizer"));
+        add(r, "forward+backward", outside(outside(r.step.kernels, "optimizer"), "gradient norm"));
     }
     print(t);
 }
@@ -338,7 +338,7 @@ static void answer_top_kernel(const ProfileRun& r) {
     answer("b", "In forward %s takes the most time; %s.", about_first(forward, r.passes).c_str(),
            size_and_length(r).c_str());
 
-    const Kernels both = outside(r.step.kernels, "optimizer");
+    const Kernels both = outside(outside(r.step.kernels, "optimizer"), "gradient norm");
     if (both.empty()) { return; }
     answer("b", "With backward it is %s, %s.",
            by_name(both)[0].kernel == by_name(forward)[0].kernel ? "the same" : "another one",

@@ -657,7 +657,7 @@ string level(const Stats& a, const Stats& b, const string& with) {
     if (n < 5) { noise = n == 1 ? 0.5 * larger : noise * (1 + 1.2 / (n - 1)); }
     if (difference > noise) { return ""; }
 
-    if (difference > 0.1 * larger) { return "too noisy to compare" + with; }
+    if (n > 1 && difference > 0.1 * larger) { return "too noisy to compare" + with; }
     if (n < 5) { return "too briefly timed to compare" + with; }
     return "level" + with + " within twice the standard error";
 }

@@ -648,7 +648,7 @@ def inputs():
                 (["model", "solution:TransformerLM"], 0, "ok: all"), (["attention", path("solution.py") + ":Flash"], 0, "lse"),
                 (["ddp", "adapters.py"], 0, "ok: get_ddp"),
                 (["model", "adapters.py"], 0, "ok: all"), (["model", "own.py:run_transformer_lm"], 0, "ok: all"),
-                (["model", "wrong.py:run_transformer_lm"], 1, "Likely cause: scores are not divided by sqrt(D)"), (["fsdp", "adapters.py"], 2, "nothing of adapters.py is written yet"),
+                (["model", "wrong.py:run_transformer_lm"], 1, "Likely cause: scores are not divided by sqrt(D)"), (["fsdp", "adapters.py"], 2, "not written yet: rank"),
                 (["attention", "solution:nothing"], 2, "nothing"), (["attention", "nowhere:x"], 2, "PYTHONPATH"),
                 (["attention", "broken:x"], 2, "import broken raised SystemExit at broken.py:2"),
                 (["model", "solution:TransformerLM", "--kwargs", "a=1", "b=2"], 2, "got a, b, but it is TransformerLM(vocab_size, context_length"),

@@ -676,6 +676,9 @@ TEST_CASE("answers profile: nsys_profile on an H200") {
          "**(e)** Softmax takes 38.32 ms per forward and attention's two products 41.61 ms "
          "(2.7B at context length 1024). It has 64 times fewer FLOPs (5 per score against 4 "
          "x 80), and each takes 58.9 times as long."});
+    ProfileRun fp16 = r;  // its step first looks for overflows: no part of backward either
+    fp16.step.kernels.push_back({"norm", "step/gradient norm", {3e9}});
+    CHECK(has(said(fp16), "With backward it is another one, `nt` (86.9 %"));
     context.mode = FUSED;  // whose softmax has T (T + 1) / 2 scores
     check_said(said(r), {"127.9 times fewer FLOPs (5 per score that is not masked against 4 x 80), "
                          "and each takes 118 times as long."});
@@ -761,9 +764,10 @@ TEST_CASE("profile: the cells of nsys_profile's tables") {
     CHECK(cell("AdamW ms") == "");
 
     r.step.kernels = {{"adamw", "step/optimizer", {800 * ns}},
+                      {"norm", "step/gradient norm", {800 * ns}},
                       {"a", "step/backward", {10 * ns, 20 * ns}}};
     text = printed([&] { print_top_kernels({r}, ""); });
-    // the optimizer is no part of backward
+    // the optimizer is no part of backward, nor is the norm of the gradients
     CHECK(column(text, "%") == vector<string>{"43.1", "100.0"});
     CHECK(column(text, "times per pass") == vector<string>{"32.5", "1"});
     CHECK(column(text, "name").at(1) == "`a`");
