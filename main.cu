@@ -487,10 +487,10 @@ static int cmd_list(const Options&) {
 static bool is_as_now(const string& text, const string& of_commit, bool quick) {
     if (of_commit == "unknown" || text.find("dirty") != string::npos) { return false; }
     auto has = [&](const string& part) { return text.find(part) != string::npos; };
-    // The device's name alone: a CPU's threads follow it, and ranks have fewer.
-    const string here = device_description();
-    const bool device = has(here.substr(0, here.find(','))) ||
-                        (context.device == CPU && has("meta (nothing is computed)"));
+    // Leaves out a CPU's threads, because ranks have fewer (and a GPU's memory, the last part).
+    string here = device_description();
+    here.resize(here.rfind(", ", here.find(" thread")));
+    bool device = has(here) || (context.device == CPU && has("meta (nothing is computed)"));
     return device && has("commit " + of_commit) && quick == has("sizes of --quick") &&
            context.csv == (text[0] == '#');
 }

@@ -303,9 +303,9 @@ string deviation(const Stats& s, const char* format);  // a cell with s.std; "" 
 // Compares two mean times. Up to 0.5 % of the larger apart, by which clocks drift, they are "level
 // within 0.5 %". Else they differ ("") if their difference exceeds twice its standard error. With
 // fewer than 5 runs that error is raised as by Student's t; single runs differ beyond half of the
-// larger. What does not differ is "too noisy to compare" above a tenth of the larger. Below, it is
-// "too briefly timed to compare" with fewer than 5 runs, else "level within twice the standard
-// error". `with` follows the first word or words (" with naive").
+// larger. What does not differ is "too noisy to compare" above a tenth of the larger, but for
+// single runs. Else it is "too briefly timed to compare" with fewer than 5 runs, or "level within
+// twice the standard error". `with` follows the first word or words (" with naive").
 string level(const Stats& a, const Stats& b, const string& with = "");
 // Both run f warmup + n times, and return the ms of each of the last n. time_ms waits for the end
 // of each run, and counts that. time_queued_ms does not: the device's own events time f, which

@@ -741,7 +741,7 @@ def check_one(part, name, yours, o):
 
 
 def check_typed(o):
-    """The exit code. What is not written yet is said, and fails nothing else; if nothing was compared, it is 2."""
+    """The exit code: 2 if something cannot be checked, or nothing was compared. What is not written yet fails nothing else."""
     if torch is None: raise Usage(f"check.py needs PyTorch (pip install torch): {no_torch}")
     words, order = [], ["ok", "DIFFERS", CANNOT, NOT_YET, NO_GPU]
     for part in PARTS if o.what == "all" else [o.what]:

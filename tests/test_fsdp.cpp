@@ -605,6 +605,7 @@ TEST_CASE("leaderboard: wrong options") {
     for (const auto& [words, line] : vector<pair<Words, string>>{
              {{"--nproc", "2", "--batch_size", "3"},
               "--batch_size: got 3, takes a multiple of 2, the number of ranks"},
+             {{"--num_heads", "3"}, "is not divisible by --num_heads 3"},
              {{"--precision", "fp16"},
               "--mode fused, --precision fp16: takes mode fused or flash, and not fp16"}}) {
         const Run r = leaderboard(words);
