@@ -480,9 +480,9 @@ int cmd_fsdp_tp_calcs(const Options& options) {
            1e3 * tp.communication);
     answer("c",
            "N_FSDP <= 1 + B W / C = 1 + %.7g x %g / %g = %.4g, where N_TP cancels. N_TP <= 1 + 3 "
-           "D_FF W / (2 C) = 1 + 3 x %.7g x %g / (2 x %g) = %.4g, where N_FSDP cancels. So N <= "
-           "%.4g x %.4g = %.4g devices.",
-           B, W, C, fsdp.most, F, W, C, tp.most, fsdp.most, tp.most, overlapped.most);
+           "D_FF W / (2 C) = 1 + 3 x %.7g x %g / (2 x %g) = %.4g, where N_FSDP cancels. So N = "
+           "N_FSDP N_TP <= %.4g devices.",
+           B, W, C, fsdp.most, F, W, C, tp.most, overlapped.most);
 
     // (d) N M is at most Q^2 / (24 B D_FF). If N or M is below 1 at that split, the best split has
     // only the other axis.

@@ -396,7 +396,7 @@ TEST_CASE("calcs: answers") {
         {"max(6 x 4096 x 11008 x (4 - 1), 4 x 65536 x 4096 x (2 - 1)) / (4 x 2 x 4.5e+11) = "
          "0.2983 ms. FSDP's gather",
          "1 + 65536 x 4.5e+11 / 9.89e+14 = 30.82, where N_TP cancels.",
-         "So N <= 30.82 x 8.513 = 262.4 devices.", "= 1148846. ",
+         "So N = N_FSDP N_TP <= 262.4 devices.", "= 1148846. ",
          "N_FSDP = Q / (6 D_FF) = 17.39, N_TP = Q / (4 B) = 4.382. There N = Q^2 / (24 B "
          "D_FF) = 1148846^2 / (24 x 65536 x 11008) = 76.23 devices."});
 }
