@@ -485,12 +485,14 @@ static int cmd_list(const Options&) {
 // in this format. Where the commit is unknown or dirty, no text is. On a GPU a text that the CPU
 // printed is not: that problem runs again.
 static bool is_as_now(const string& text, const string& of_commit, bool quick) {
-    if (of_commit == "unknown" || text.find("dirty") != string::npos) { return false; }
     auto has = [&](const string& part) { return text.find(part) != string::npos; };
-    // Leaves out a CPU's threads, because ranks have fewer (and a GPU's memory, the last part).
+    if (of_commit == "unknown" || has("dirty")) { return false; }
+
     string here = device_description();
-    here.resize(here.rfind(", ", here.find(" thread")));
-    bool device = has(here) || (context.device == CPU && has("meta (nothing is computed)"));
+    // Of a CPU only the name counts: its threads stand behind it, and ranks have fewer.
+    if (context.device == CPU) { here = here.substr(0, here.find(',')); }
+    const bool device = has(here) || (context.device == CPU && has("meta (nothing is computed)"));
+
     return device && has("commit " + of_commit) && quick == has("sizes of --quick") &&
            context.csv == (text[0] == '#');
 }

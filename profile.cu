@@ -21,6 +21,7 @@ using Json = nlohmann::json;
 //   "swiglu", "rmsnorm"          layers.cu
 //   "layer"                      model.cu, around a block
 //   "optimizer"                  layers.cu, around AdamW
+//   "gradient norm"              model.cu, before AdamW in fp16: has a gradient overflowed?
 //   "step", "forward"            profile_phase below; model.cu. range_paths() leaves both out where
 //                                it names the forward range that a backward step belongs to
 // Whoever renames a range renames it here, too: else its cells are empty, and the answers leave it
@@ -219,7 +220,6 @@ static string size_and_length(const ProfileRun& r) {
 // so that the table stays near 120 columns, and what many names begin with is left out. These
 // characters stand together in the whole name, so a search for them finds it.
 static string name_cell(string name) {
-    constexpr size_t MOST = 25;
     if (context.csv) { return name; }
     for (const char* common :
          {"for_each_kernel<Elementwise<", "for_each_kernel<", "cutlass::Kernel2<cutlass_80_",
@@ -227,7 +227,7 @@ static string name_cell(string name) {
         const size_t at = name.find(common);
         if (at != string::npos) { name.erase(0, at + strlen(common)); }
     }
-    return "`" + name.substr(0, MOST) + "`";
+    return "`" + name.substr(0, 25) + "`";
 }
 
 // (a) Prints each run's times: forward by the clock and in the trace, and a whole step.
@@ -248,6 +248,10 @@ static void print_clock_and_trace(const ProfileRuns& runs, const string& caption
     print(t);
 }
 
+// Returns a step's forward and backward, without what optimizer_step runs.
+static Kernels before_optimizer(const Kernels& step) {
+    return outside(outside(step, "optimizer"), "gradient norm");
+}
 // (b) Prints the kernel that takes the most time, in forward, and in forward and backward.
 static void print_top_kernels(const ProfileRuns& runs, const string& caption) {
     Table t{"nsys_profile (b): what takes the most time; " + caption,
@@ -260,7 +264,7 @@ static void print_top_kernels(const ProfileRuns& runs, const string& caption) {
     };
     for (const ProfileRun& r : runs) {
         add(r, "forward", r.forward.kernels);
-        add(r, "forward+backward", outside(outside(r.step.kernels, "optimizer"), "gradient norm"));
+        add(r, "forward+backward", before_optimizer(r.step.kernels));
     }
     print(t);
 }
@@ -338,7 +342,7 @@ static void answer_top_kernel(const ProfileRun& r) {
     answer("b", "In forward %s takes the most time; %s.", about_first(forward, r.passes).c_str(),
            size_and_length(r).c_str());
 
-    const Kernels both = outside(outside(r.step.kernels, "optimizer"), "gradient norm");
+    const Kernels both = before_optimizer(r.step.kernels);
     if (both.empty()) { return; }
     answer("b", "With backward it is %s, %s.",
            by_name(both)[0].kernel == by_name(forward)[0].kernel ? "the same" : "another one",

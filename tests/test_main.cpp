@@ -228,9 +228,9 @@ TEST_CASE("main: reproduce keeps a file of this commit, device, sizes and format
     begin_on(CPU);
     const string device = device_description(), text = "fsdp; " + device + "; commit abc1234\n";
     CHECK(is_as_now(text, "abc1234", false));
+    // A rank's caption: it has other threads.
     const string name = device.substr(0, device.find(','));
-    CHECK(
-        is_as_now("fsdp; " + name + ", 1 thread; commit abc1234\n", "abc1234", false));  // a rank's
+    CHECK(is_as_now("fsdp; " + name + ", 1 thread; commit abc1234\n", "abc1234", false));
     CHECK(!is_as_now(text, "abc1235", false));
     CHECK(!is_as_now(text, "abc1234", true));
     CHECK(is_as_now(text + "; sizes of --quick", "abc1234", true));
