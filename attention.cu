@@ -357,7 +357,7 @@ void torch_compile_attention(const Options& o) {
                 {"d_model", "seq_len", "vanilla fw ms", "compiled fw ms", "speedup fw",
                  "vanilla bw ms", "compiled bw ms", "speedup bw"}};
     for (const AttentionRun& r : runs) {
-        table.row(r.D, r.S,  //
+        table.row(r.D, r.S,  // the shape, forward, backward
                   ms_cell(r.naive, FORWARD_PASS), ms_cell(r.other, FORWARD_PASS),
                   speedup_cell(r, FORWARD_PASS),  //
                   ms_cell(r.naive, BACKWARD_PASS), ms_cell(r.other, BACKWARD_PASS),
@@ -371,7 +371,7 @@ void torch_compile_attention(const Options& o) {
 // 1.3.1 weighted_sum: the warm-up kernel.
 //   y_n = sum_d w_d x_nd                            x [N,D], w [D] -> y [N]
 //   dx_nd = w_d dy_n,  dw_d = sum_n x_nd dy_n
-// Memory decides: forward moves 4 N D bytes; backward reads x and writes dx, 8 N D.
+// On a GPU memory decides: forward moves 4 N D bytes; backward reads x and writes dx, 8 N D.
 
 // Writes y [N], from x [N,D] and w [D]. Sums are fp64, rounded once.
 static void weighted_sum_cpu(float* y, const float* x, const float* w, int64_t N, int64_t D) {
@@ -407,6 +407,7 @@ __global__ void weighted_sum_kernel(float* y,        // [N]
     int lane = threadIdx.x % WARP;
     if (n >= N) { return; }
     float sum = 0;
+    // Unrolled, several loads are under way at once.
 #pragma unroll 8
     for (int64_t d = lane; d < D; d += WARP) { sum += w[d] * x[n * D + d]; }
     sum = warp_sum(sum);
@@ -702,8 +703,8 @@ PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, DType dt
     return t;
 }
 
-// Times naive and another implementation (null: naive alone) at each head size and length. A head
-// size that flash_head_size refuses would end flash_benchmarking on a GPU newer than the T4.
+// Times naive and another implementation (null: naive alone) at each head size and length. Add
+// only head sizes that flash_head_size knows: with another one the flash kernels fail.
 AttentionRuns time_all(const AttentionImpl* other, int B, bool causal, DType dtype,
                        const vector<int>& lengths, const Effort& effort) {
     AttentionRuns runs;

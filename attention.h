@@ -4,9 +4,9 @@
 //
 // O = softmax(Q K^T / sqrt(D)) V; q [B,H,Tq,D], k and v [B,H,Tk,D] -> [B,H,Tq,D], any
 // strides (for flash the last one is 1, and on a GPU the others are multiples of 8). Causal: query
-// i sees keys j <= i, counted from the start, also where Tq != Tk. L [B,H,Tq] fp32 (if wanted): the
-// logsumexp of each row, L_i = log sum_j exp(S_ij). In formulas S is the scores; in experiments it
-// is the length of a sequence, as in the handout.
+// i sees keys j <= i, counted from the start, also where Tq != Tk. L [B,H,Tq] (if wanted): the
+// logsumexp of each row, L_i = log sum_j exp(S_ij), in fp32, of F64 in F64. In formulas S is the
+// scores; in experiments it is the length of a sequence, as in the handout.
 #pragma once
 #include "cs336.h"
 
@@ -20,8 +20,8 @@ struct AttentionTensors {
 // data[b*batch + h*head + t*row + d].
 struct Heads {
     void* data;
-    int64_t batch, head, row;  // in elements
-    int rows, D;               // of each head
+    int64_t batch, head, row;  // strides, in elements
+    int rows, D;               // of each head: how many rows, and their length
 };
 // Returns the address of the first row of head h of sequence b.
 template <class T>

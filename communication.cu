@@ -48,6 +48,7 @@ static int number_of_sizes(const Options& o) { return o.quick ? 2 : 4; }
 static size_t bytes_needed(const AllReduceGroup& group, int size) {
     return (size_t)(SIZES_MB[size] * MB) * (group.nccl ? 1 : 5);
 }
+// Returns how many bytes each rank of a ring sends in an all-reduce, per byte of the tensor.
 static double ring(int n) { return 2.0 * (n - 1) / n; }
 
 // Times an all-reduce of n fp32 numbers and returns the median of all ranks and steps, in ms.
@@ -203,8 +204,8 @@ int cmd_distributed_communication_single_node(const Options& options) {
     AllReduceGroup group;
     rewind(results);
     while (fread(&group, sizeof group, 1, results) == 1) { groups.push_back(group); }
-    // for the caption
-    context.device = cuda_devices() > 0 && options.device != "cpu" ? CUDA : CPU;
+    // The caption names the card, if NCCL ran on it. NCCL's groups are the last.
+    context.device = !groups.empty() && groups.back().nccl ? CUDA : CPU;
     print_all_reduces(options, groups);
     if (!missing.empty()) { answer("", "Not measured: %s.", list_of(missing).c_str()); }
     return groups.empty();
@@ -213,11 +214,11 @@ int cmd_distributed_communication_single_node(const Options& options) {
 // -------------------------------------------------------------------------------------------------
 // Section 2.4, communication_accounting: the handout's XXL model, L blocks of two Linear layers D x
 // F and F x D, whose 2 D F L = P parameters take 16 P bytes with their gradients and AdamW's
-// moments, in fp32. A: all activations that a device's tokens save. Those of every second layer are
-// sharded, like the weights. The others are not. C: FLOP/s of a chip; W: bytes/s of a link; X chips
-// share the FSDP axis with M_X links, Y the TP axis with M_Y. Forward of one block of B tokens:
-// T_math = 4 B D F / (X Y C); gather of the weights T_FSDP = 4 D F / (Y W M_X); all-reduce of the
-// activations T_TP = 4 B D / (X W M_Y).
+// moments, in fp32. A: all activations that a device's tokens save. Half of them are sharded, like
+// the weights: those of every second layer, says the handout. C: FLOP/s of a chip; W: bytes/s of a
+// link; X chips share the FSDP axis with M_X links, Y the TP axis with M_Y. Forward of one block of
+// B tokens: T_math = 4 B D F / (X Y C); gather of the weights T_FSDP = 4 D F / (Y W M_X);
+// all-reduce of the activations T_TP = 4 B D / (X W M_Y).
 
 constexpr double GPU_GB = 80, CHIP_GB = 95;  // the memory of a GPU in (a), of a chip in (b)
 // how many of the mesh's axes, each a link, carry FSDP's traffic, and how many TP's

@@ -76,7 +76,7 @@ struct Layer {
     Tensor ln1, q, k, v, qkv, o, ln2, w1, w3, w13, w2;
 };
 // Adds delta to *x unless it is null, and returns rmsnorm(*x). x, delta and the result are [B,T,C],
-// weight is [C].
+// weight is [C]. On a tape the fused form wants a gradient of both *x and weight.
 Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight, float eps);
 // Returns [T,D]: cos and sin of each pair's angle, interleaved, at positions 0 to T - 1.
 Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype);
@@ -181,9 +181,9 @@ Tensor forward_backward(
     Model& model, const Batch& batch, float loss_scale, const Job& between = [] {});
 // Returns the norm of all gradients, inf or NaN if one of them is. Waits for the device.
 double gradient_norm(const Model& model);
-// Unscales the gradients, clips their norm to max_norm (0: does not), and steps unless that norm is
-// not finite; in fp16 the loss scale then halves. Returns the norm before it was clipped, or 0 if
-// neither clipping nor fp16 needs it.
+// Unscales the gradients, clips their norm to max_norm (0: does not), and steps. If clipping or
+// fp16 needs the norm and it is not finite, no weight changes; in fp16 the loss scale then halves.
+// Returns the norm before it was clipped, or 0 if nothing needs it.
 double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, double max_norm);
 // Does the same by the caller's norm and step, for gradients that lie elsewhere.
 double guarded_step(LossScaler& scaler, double max_norm,
@@ -241,8 +241,8 @@ struct Trainer {
     shared_ptr<struct Fsdp> f;
 };
 // Takes a step on this rank's batches, all of one size, with a backward for each; t.loss is the
-// mean of their losses. OVERLAPPED and BUCKETED send during backward, so they take one batch only.
-// Without make_gradients several batches may add up in 16 bits. Waits for the device.
+// mean of their losses. OVERLAPPED and BUCKETED (ddp.h) send during backward, so they take one
+// batch only. Without make_gradients several batches may add up in 16 bits. Waits for the device.
 void train_step(Trainer& t, const vector<Batch>& batches);
 
 // Return the precisions of --precision, and the modes of --mode, checked. A flash that nobody typed

@@ -8,7 +8,8 @@
 //   3              optimizer_state_sharding_accounting: memory and time of the sharded optimizer
 // Read WAYS first: it has a row for each of the four ways, and one for sending nothing. Then follow
 // a bucket: gradient_is_ready, start_next_bucket, finish_gradient_synchronization. For section 3
-// read step_parameter_groups.
+// read step_parameter_groups. fast_ways.h declares what comes from elsewhere: AdamW on flat
+// weights, and what NCCL can do beside products (names with `shared` or `beside`).
 #include "ddp.h"
 #include "fast_ways.h"
 
@@ -166,7 +167,8 @@ struct Optimizer {     // over flat weights
 };
 static void add_parameter_group(Optimizer& o, const ParameterGroup& group) {  // also between steps
     if (group.weights.size() % o.c.world != 0) {
-        fail("%ld weights are not %d equal shards", (long)group.weights.size(), o.c.world);
+        fail("%ld weights are not %d equal shards; with 1 to 8 ranks they always are",
+             (long)group.weights.size(), o.c.world);
     }
     o.groups.push_back(group);
 }
@@ -366,7 +368,7 @@ static void train_and_compare(const Communicator& c, const ModelConfig& config,
     adamw.weight_decay = 0.1f;
     adamw.eps = 1e-5f;  // else a gradient of mere rounding errors moves its weight by lr
     const Model &got = ours.model, &want = whole.model;
-    const int64_t half = got.weights.size() / 2;  // an arena's size is even
+    const int64_t half = got.weights.size() / 2;  // of 3360 k elements: 1 to 8 ranks divide it
     auto add_half = [&](int64_t begin) {
         for (const Trainer* trainer : {&ours, &whole}) {
             const Model& model = trainer->model;
@@ -622,7 +624,8 @@ static void run_strategy(const Communicator& c, const Options& options, const Mo
 }
 
 // Times one process with the whole batch and, on the CPU, all cores. It runs in rank 0; the other
-// ranks wait, and their result is empty.
+// ranks wait, and their result is empty. On a GPU mode flash launches its passes as CUDA graphs;
+// the ranks' passes, whose gradients are an arena, it does not.
 static WayRun single_process(const Communicator& c, Options options, const ModelConfig& config) {
     WayRun run{"one process"};
     if (c.rank == 0) {
@@ -923,10 +926,12 @@ static void run_sharded(const Communicator& c, const Options& options, const Mod
         for (int i = 0; i < CATEGORIES; i++) { use.peak_by[i] -= before.now_by[i]; }
         reset_peak(context.device);
     };
+    // random_model may make the weights by a second copy (keep_weights in fast_ways.h), which would
+    // count as the peak after init.
     auto make = [&](const Communicator& c) {
         before = memory_use(context.device);
         reset_peak(context.device);
-        Model model = make_model(config);  // never split: the sharded optimizer steps no halves
+        Model model = make_model(config);
         init_weights(model, options.seed);
         if (c.links) { note_peak("after init"); }  // without links steps_peak plans, nothing runs
         return sharded_trainer(c, model, run.sharding);

@@ -63,8 +63,9 @@ struct ParameterGroup {
 };
 // Counts a step, and before the first one allocates the moments. own: the weights of the shard.
 void begin_adamw_step(ParameterGroup& group, const Tensor& own);
-// Returns the root of the sum of all ranks' square_sum: the norm of all gradients, if each rank has
-// other ones. All ranks get the same, so all of them step, or none. It is infinite from 1.8e19 on.
+// Returns the root of the sum of all ranks' square_sum: the norm of all gradients, if each rank
+// holds a part of them. All ranks get the same, so all of them step, or none. It is infinite from
+// 1.8e19 on.
 double norm_over_ranks(const Communicator& c, double square_sum);
 // Returns a data parallel trainer whose optimizer is sharded over the ranks.
 Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding,

@@ -221,6 +221,7 @@ static void flash_backward_cpu(const AttentionTensors& t) {
 #ifdef HAVE_CUDA
 constexpr int STEP_7_THREADS = 128;
 // Writes what backward's kernels read of the queries: a warp takes one, and its lanes share D.
+// query_rows is a multiple of a block's warps, so no warp is left over and none is checked.
 template <class T>
 __global__ void flash_step_7_kernel(AttentionArgs a,
                                     BackwardQuery* queries) {  // [B*H,a.query_rows]
@@ -271,6 +272,8 @@ constexpr int V1_TILE = WARP, V1_D = 128, V1_COLUMNS = V1_D / WARP;
 // + 1: 32 lanes that read one column of 32 rows read 32 different banks
 using V1Tile = float[V1_TILE][V1_D + 1];
 using V1Row = float[V1_COLUMNS];  // a row, spread over a warp
+// An array is registers only where each index is known to the compiler: hence #pragma unroll where
+// nvcc would not unroll a loop by itself. 0xffffffff: all 32 lanes take part.
 
 // Loads row i, the warp's. It is 0 behind the last row, and so are columns behind D.
 template <class T>
@@ -864,7 +867,7 @@ static size_t v2_memory() {
 }
 // Calls f(zero, D, R): zero has the tensors' type, and the compiler knows their head size D and R.
 // A warp owns 8 R rows. R is 4 where a block has the memory and there are more than two blocks for
-// each SM; else 2.
+// each SM (multiprocessor), so that none is idle; else 2.
 template <class F>
 static void v2_with(const AttentionTensors& t, int matrices, F f) {
     with_head_size(t, [&](auto D) {

@@ -311,7 +311,7 @@ int cmd_flash_benchmarking(const Options& o) {
     const double ms = o.quick ? 20 : 100;  // for each time
     AttentionRuns runs;
     for (DType dtype : {BF16, F32}) {
-        // What takes head size 64 takes all of time_all's, some of flash_head_size's.
+        // In bf16 and fp32 a row that takes head size 64 takes all four of time_all's.
         const AttentionImpl* flash = fastest_flash(context.device, dtype, 64);
         if (!flash) { continue; }  // the CPU has none in bf16
         const Effort effort = {time_for_ms(ms / 4, ms), true};
@@ -396,6 +396,7 @@ int cmd_flash_leaderboard(const Options& o) {
     for (const AttentionImpl* impl : asked) {
         const PassTimes t = pass_times(*impl, c, dtype, effort);
         const double tflops = tflops_of(c, t);
+        // The peak: under tf32 our own kernels still compute in fp32, and cuBLAS does not.
         table.row(impl->name, ms_cell(t, FORWARD_PASS), ms_cell(t, BACKWARD_PASS),
                   ms_cell(t, BOTH_PASSES), tflops,
                   percent_of_peak(tflops,

@@ -116,7 +116,8 @@ static shared_ptr<Fsdp> fully_shard(const Communicator& c, const vector<Paramete
     fsdp->norms = view(fsdp->shard.weights, fsdp->norms_begin, {end});
     fsdp->norms_gradients = zeros({end}, kept, GRADIENTS);
 
-    // The buffers: each as large as the largest of its units.
+    // The buffers: each as large as the largest of its units. Only the weights' are shared
+    // (fast_ways.h): copy engines can gather, but they cannot add gradients.
     auto dtype_of = [&](size_t unit) { return unit == 0 || kept != F32 ? kept : compute_dtype; };
     for (size_t buffer = 0; buffer < 2; buffer++) {
         int64_t most = 0, weight_bytes = 0;  // most: elements of a unit
@@ -454,7 +455,7 @@ static WeightsCheck check_case(const Communicator& c, const FsdpCase& tried, uin
     }
 
     Trainer ours = fsdp_trainer(c, config, seed, false, adamw), whole;
-    whole.model = make_model(config);  // never split: weights are compared element by element
+    whole.model = make_model(config);  // not random_model: elements are compared
     whole.adamw = adamw;
     init_weights(whole.model, seed);
     make_gradients(whole.model);

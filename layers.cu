@@ -5,7 +5,8 @@
 // autograd differentiates; the fused form with its backward by hand, as a plain loop for the CPU
 // and as a kernel for the GPU, or, where nothing is summed, as one body for both. Read the formula
 // and the CPU's loop first: the kernel is the same loop, shared by a block of threads per row, or
-// per column where a column is summed. fast/layers.cu has faster kernels for RMSNorm, RoPE and
+// per column where a column is summed. New to CUDA? Read notes/gpu-basics.md and attention.cu's
+// weighted_sum_kernel before the kernels. fast/layers.cu has faster kernels for RMSNorm, RoPE and
 // SwiGLU; a usual build takes those on a GPU (see ops()).
 //
 // What the ops use of lib/ (lib/tensor.cu walks one op through forward and backward):
@@ -20,6 +21,10 @@
 //                             again, instead of keeping it
 //   Range                     names the work of its scope in traces and in the memory log
 //   META                      a device without data: a run on it only counts memory
+//   HD                        marks a function for both CPU and GPU
+//   LAUNCH(kernel, ...)       launches a kernel and checks that it started
+//   block_sum(x)              in a kernel: the sum over the block, for each of its threads; all of
+//                             them must call it. block_max(x) likewise
 //
 // T is the compute type (under autocast bf16 or fp16), X the type of the residual stream x and of
 // the norms' weights: bf16 in pure_bf16, else Wide<T>. Arithmetic is in Wide<T>: fp32, or double
@@ -33,8 +38,8 @@
 //
 // A tensor knows its type at run time, a kernel has to know it at compile time. Each fused op
 // therefore calls with_types() with a function that is compiled for each pair that occurs, and
-// with_types() runs the one that fits its tensors. RUN, or for_each where one body serves both
-// (lib/gpu.h), then chooses between CPU and GPU. In fp32 the whole call
+// with_types() runs the one that fits its tensors. RUN (lib/gpu.h), or for_each (below) where one
+// body serves both, then chooses between CPU and GPU. In fp32 the whole call
 //   with_types(y, x, [&](auto zero, auto x_zero) {
 //       RUN(op, x.device(), N, y.as(zero), x.as(x_zero), N, C);
 //   });
@@ -43,8 +48,8 @@
 // and on the GPU, with a block for each of N rows,
 //   op_kernel<<<N, ROW_THREADS, 0, stream()>>>((float*)y.data, (float*)x.data, N, C);
 
-// Of a block: THREADS, but ROW_THREADS where a block has one row or column. RUN launches the
-// ROW_THREADS of its file: attention.cu has other ones.
+// The threads of a block: ROW_THREADS where a block works on one row or one column, else THREADS.
+// RUN launches the ROW_THREADS of its file: attention.cu has other ones.
 constexpr int THREADS = 256, ROW_THREADS = 512;
 
 // Runs f(zero, x_zero). zero has the type T of t's dtype, x_zero the type X of x's dtype. Only the

@@ -90,8 +90,8 @@ struct Command {
 // points. It takes COMMON's options, TIMED's and those of its own row. `--context_length` takes a
 // list; its default is the four lengths of the row, not TIMED's 256. `--warmup` takes one number,
 // by default 2; `--batch_size` takes one, too, by default that of add_common_options(). In edition
-// 2026 two sizes and two lengths are the defaults. With --quick the length is 64, and the rest is
-// TIMED_QUICK's.
+// 2026 two sizes are the defaults, and two lengths beside the longest that fits. With --quick the
+// length is 64, and the rest is TIMED_QUICK's.
 
 #define COMMAND(name) cmd_##name, #name
 static const Command COMMANDS[] = {

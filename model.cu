@@ -138,8 +138,8 @@ void place_weights(Model& model, const Place& place) {
 }
 
 // Returns a model whose weights are one arena of zeros. The arena's length is a multiple of 6720 =
-// 2^6 x 3 x 5 x 7, so that 1 to 8 ranks can own equal parts of it. The sharded optimizer sums and
-// steps the gaps between weights and what lies behind the last, so they must not hold NaN.
+// 64 x 3 x 5 x 7: 1 to 8 ranks can own equal parts, of whole 16 bytes. The sharded optimizer also
+// sums and steps the gaps between weights and what lies behind the last: no NaN may stand there.
 Model make_model(const ModelConfig& c, DType dtype) {
     constexpr int64_t PARTS = 6720;
     Model model = lay_out_model(c);
@@ -247,13 +247,13 @@ static void run_block(const Model& model, const Layer& layer, FeedForward* ffn, 
 }
 
 // -------------------------------------------------------------------------------------------------
-// Units: the embedding, each block, the head. FSDP gathers the weights unit by unit, for forward
-// and for backward what it no longer has. begin_unit stands before a unit's ops and calls
-// pre_forward. end_unit stands behind them: it returns y_in, the last op's result, with one more
-// step on the tape, which calls pre_backward. Backward comes to this step before the unit's other
-// steps, since the tape runs from its end. The head has no end_unit: its weights are still there
-// when backward begins. The norms belong to no unit: every rank has them. The steps refer to the
-// model, which stays at its address. Every loss runs through every unit, for equal collectives.
+// Units: the embedding, each block, the head. FSDP gathers the weights unit by unit before forward
+// and, if their buffer was overwritten, before backward. begin_unit stands before a unit's ops and
+// calls pre_forward. end_unit stands behind them: it returns y_in, the last op's result, with one
+// more step on the tape, which calls pre_backward. Backward comes to this step before the unit's
+// other steps, since the tape runs from its end. The head has no end_unit: its weights are still
+// there when backward begins. The norms belong to no unit: every rank has them. The steps refer to
+// the model, which stays at its address. Every loss runs through all units: so ranks gather alike.
 
 void begin_unit(const Model& model, int unit) {
     if (model.pre_forward) { model.pre_forward(unit); }
@@ -334,7 +334,7 @@ double gradient_norm(const Model& model) {
 }
 
 // Takes AdamW's next step with gradient_scale times the gradients.
-static void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1) {
+static void adamw_step(Model& model, const AdamW& a, float gradient_scale) {
     NoGrad no_grad;
     AdamWUpdate* update = context.mode == EAGER ? adamw_eager : adamw_update;
     update(model.weights, flat_gradients(model), model.m, model.v,
@@ -597,7 +597,7 @@ static vector<Sweep> sweeps_of(Options o) {
     return sweeps;
 }
 
-// Runs a phase to its end; returns the ms of its last part, or of its only one.
+// Runs a phase, whose number is its last part's (0: forward), and returns that part's ms.
 static double last_part_ms(Phase phase, Model& model, const Batch& batch, LossScaler& scaler) {
     double begin = now_ms();
     run_phase(phase, model, batch, scaler, [&](Phase done) {

@@ -81,6 +81,7 @@ inline int ceil_div(int64_t a, int64_t b) { return (int)((a + b - 1) / b); }
 constexpr int WARP = 32;
 // Returns the number of this thread among all of a grid of one dimension.
 __device__ inline int64_t thread_number() { return blockIdx.x * (int64_t)blockDim.x + threadIdx.x; }
+// 0xffffffff: all 32 lanes take part.
 __device__ inline float warp_sum(float x) {
     for (int o = WARP / 2; o > 0; o /= 2) { x += __shfl_xor_sync(0xffffffff, x, o); }
     return x;

@@ -136,11 +136,11 @@ enum Category {
     PARAMETERS,
     GRADIENTS,
     OPTIMIZER,
-    WEIGHT_COPIES,
+    WEIGHT_COPIES,  // in 16 bits, for products; FSDP's gathered weights, too
     ACTIVATIONS,
     WORKSPACE,
     INPUTS,
-    CATEGORIES
+    CATEGORIES  // how many there are
 };
 
 const char* name_of(Device d);
@@ -687,7 +687,7 @@ void save_tensors(const string& path, const NamedTensors& list);
 struct Links;  // a rank's connections and threads
 struct Communicator {
     int rank = 0, world = 1, local_world = 1;  // local_world: how many ranks this machine has
-    string backend;                            // nccl or gloo; not read without links
+    string backend;                            // nccl or gloo; without links a word for captions
     shared_ptr<Links> links;                   // null: this is no rank, or only plans
     int local_gpus = 0;                        // that this machine's ranks see together
 };

@@ -200,7 +200,7 @@ TEST_CASE_TEMPLATE("model: PyTorch's fixtures", D, OnCPU, OnCUDA) {
             }
             AdamW adamw;
             adamw.lr = 1e-2f;
-            adamw_step(s.model, adamw);
+            adamw_step(s.model, adamw, 1);
         }
         for (const Parameter& p : s.model.parameters) {
             CAPTURE(p.name);
@@ -282,7 +282,7 @@ TEST_CASE_TEMPLATE("model: pure bf16 against PyTorch's", D, OnCPU, OnCUDA) {
             }
             AdamW adamw;
             adamw.lr = 1e-2f;
-            adamw_step(s.model, adamw);
+            adamw_step(s.model, adamw, 1);
         }
         for (const Parameter& p : s.model.parameters) { after[p.name] = copied(p.weight); }
         check_pure_bf16(loss, gradients, after);
@@ -746,7 +746,7 @@ TEST_CASE_TEMPLATE("model: two runs from one seed are bit-equal", D, OnCPU, OnCU
                 make_optimizer_state(s.model);
                 for (int step = 0; step < 3; step++) {
                     run_once(s);
-                    adamw_step(s.model, AdamW());
+                    adamw_step(s.model, AdamW(), 1);
                 }
                 w = to_floats(s.model.weights);
             }
