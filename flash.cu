@@ -484,6 +484,9 @@ static void flash_v1_backward(const AttentionTensors& t) {
 // In shared memory (_smem) a matrix is T[rows][D + 8]. A row is then an odd number of 16-byte
 // pieces, so the 8 rows of a square, of which ldmatrix reads 16 bytes each, lie in all 32 banks.
 // Without the 8 more, at D = 64, all eight would begin in bank 0.
+//
+// Where a kernel walks over tiles, j counts tiles of keys and i tiles of queries, as in the steps.
+// Elsewhere, and in tiled and flash_v1, i and j are single rows.
 
 #ifdef HAVE_CUDA
 constexpr int V2_WARPS = 4, V2_THREADS = V2_WARPS * WARP;  // threadIdx.x counts them

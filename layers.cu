@@ -163,7 +163,8 @@ static void rmsnorm_dw_cpu(X* dw,  // [C]
 }
 
 #ifdef HAVE_CUDA
-// Computes a row per block, as add_rmsnorm_cpu. A thread has every blockDim.x-th element of it.
+// Computes a row per block, as add_rmsnorm_cpu. A thread has every blockDim.x-th element of it. The
+// number without a name is N: RUN launches that many blocks, and gives both functions the same.
 template <class T, class X>
 __global__ void add_rmsnorm_kernel(T* y,            // [N,C]
                                    X* x_out,        // [N,C], written where there is a delta

@@ -433,7 +433,7 @@ void with_gpu_type(DType t, Fn f) {
         default: fail("%s tensors are not for this", name_of(t));
     }
 }
-// The same with F64, too, for code of both devices. Tensors of F64 are the CPU's.
+// The same with F64, too, for code of both devices. Operations on F64 are the CPU's.
 template <class Fn>
 void with_type(DType t, Fn f) {
     if (t == F64) { return f(double()); }
@@ -486,7 +486,8 @@ Tensor require_gradient(const Tensor& t);  // the same data, a leaf of its own
 // Both return a tensor on context.device.
 Tensor from_floats(const vector<float>& values, const Shape& shape, DType dtype = F32);
 Tensor from_ints(const vector<int>& values, const Shape& shape);
-vector<float> to_floats(const Tensor& t);  // any dtype, any strides, from any device
+// Both take any dtype, strides and device. I32 is exact up to 2^24.
+vector<float> to_floats(const Tensor& t);
 vector<double> to_doubles(const Tensor& t);
 
 // Random numbers: element i of stream `key` is a function of (seed, key, i), so the CPU and the GPU

@@ -132,6 +132,7 @@ HD auto with_elements(const char* data, DType t, const F& f) {
     return f((uint8_t*)data);
 }
 // Reads element i, whatever its dtype, as an A, the type that arithmetic runs in: float or double.
+// A float holds whole numbers up to 2^24.
 template <class A>
 HD A load(const char* data, DType t, int64_t i) {
     return with_elements(data, t, [&](auto* elements) { return (A)elements[i]; });
@@ -530,7 +531,7 @@ static Operand operand(const Tensor& t, const Shape& shape) {
     const int missing = (int)shape.size() - (int)t.shape.size();
     for (int d = missing; d < (int)shape.size(); d++) {
         int64_t own = t.shape[d - missing];
-        if (d < 0 || (own != 1 && own != shape[d])) {
+        if (d < 0 || d >= MAX_DIMS || (own != 1 && own != shape[d])) {
             fail("cannot broadcast %s to %s", to_string(t.shape).c_str(), to_string(shape).c_str());
         }
         o.stride[d] = own == 1 ? 0 : t.stride[d - missing];
@@ -1176,7 +1177,8 @@ Tensor pick_last(const Tensor& a, const Tensor& index) {
 
 // Returns how many bytes `run` would hold at its peak, beyond what is held before. It runs on META,
 // where nothing is computed, but every tensor is counted as the device would have it. Not counted
-// are cuBLAS's workspace of 32 MiB, NCCL's buffers and the workspace of flash's backward.
+// are cuBLAS's workspace of 32 MiB, what it takes while it tries its kernels (a copy of a product's
+// result), NCCL's buffers and the workspace of flash's backward.
 size_t planned_peak(const Job& run) {
     Planning planning;
     context.widening = multiplies_copies(planning.before.device, matmul_dtype());

@@ -65,6 +65,24 @@ TEST_CASE("safetensors: a round trip gives back every bit, name, shape and dtype
     CHECK(folder.files() == vector<string>{"x.safetensors"});
 }
 
+TEST_CASE("safetensors: a header of many tensors takes no longer than its bytes, and has a limit") {
+    Folder folder;
+    const string path = folder / "x.safetensors";
+    string header = "{", lists = "{\"a\":[{}";
+    for (int i = 0; i < 40000; i++) {
+        header += strprintf("%s\"%d\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}",
+                            i ? "," : "", i);
+    }
+    while (lists.size() < 1000000) { lists += ",{}"; }
+    const double begin = now_ms();
+    CHECK(refusal(path, in_file(header + "}", "")) == "");
+    CHECK(load_safetensors(path).tensors.size() == 40000);
+    CHECK(has(refusal(path, in_file(lists + "]}", "")), "tensor \"a\""));
+    CHECK(now_ms() - begin < 10000);  // with time by the square of the bytes two minutes
+
+    CHECK(has(refusal(path, in_file(string(10000001, ' '), "")), "at most 10000000 bytes"));
+}
+
 TEST_CASE("safetensors: the bytes of a small file") {
     Folder folder;
     string path = folder / "x.safetensors";

@@ -732,6 +732,8 @@ TEST_CASE("a tensor of more dimensions is not broadcast to fewer") {
         const Tensor from = empty(shape, F32);
         CHECK(has(failure_of([&] { copy_or_add(to, from, false); }), "cannot broadcast"));
     }
+    const Tensor six = empty({2, 3, 2, 3, 2, 2}, F32);
+    CHECK(has(failure_of([&] { contiguous(transpose(six, 0, 5)); }), "cannot broadcast"));
 }
 TEST_CASE("compare is safe against NaN and infinities") {
     begin<OnCPU>();
