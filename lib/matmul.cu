@@ -337,7 +337,7 @@ Tensor matmul(const Tensor& a_in, const Tensor& b_in, bool transpose_b) {
     Tensor y = empty(shape, a.dtype);
     gemm(y, a, false, b, transpose_b);
     record(y, {a, b}, [a, b, transpose_b](const Tensor& dy_in) {
-        const Tensor dy = contiguous(dy_in);
+        Tensor dy = contiguous(dy_in);
         add_gemm(a.gradient, dy, false, b, !transpose_b);
         add_gemm(b.gradient, transpose_b ? dy : a, true, transpose_b ? a : dy, false);
     });

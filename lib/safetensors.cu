@@ -241,7 +241,7 @@ void save_safetensors(const string& path, const vector<pair<string, FileTensor>>
         uint64_t n = text.size();
         bool ok = fwrite(&n, 8, 1, file) == 1 && fwrite(text.data(), 1, n, file) == n;
         for (const auto& [name, t] : order) {
-            ok = ok && fwrite(t.data, 1, t.bytes, file) == t.bytes;
+            ok = ok && (t.bytes == 0 || fwrite(t.data, 1, t.bytes, file) == t.bytes);
         }
         return ok;
     });
