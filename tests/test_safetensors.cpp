@@ -65,20 +65,22 @@ TEST_CASE("safetensors: a round trip gives back every bit, name, shape and dtype
     CHECK(folder.files() == vector<string>{"x.safetensors"});
 }
 
-TEST_CASE("safetensors: a header of many tensors takes no longer than its bytes, and has a limit") {
+TEST_CASE("safetensors: ten times the header takes ten times as long, and a header has a limit") {
     Folder folder;
     const string path = folder / "x.safetensors";
-    string header = "{", lists = "{\"a\":[{}";
-    for (int i = 0; i < 40000; i++) {
-        header += strprintf("%s\"%d\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}",
-                            i ? "," : "", i);
-    }
-    while (lists.size() < 1000000) { lists += ",{}"; }
-    const double begin = now_ms();
-    CHECK(refusal(path, in_file(header + "}", "")) == "");
-    CHECK(load_safetensors(path).tensors.size() == 40000);
-    CHECK(has(refusal(path, in_file(lists + "]}", "")), "tensor \"a\""));
-    CHECK(now_ms() - begin < 10000);  // with time by the square of the bytes two minutes
+    auto ms_of = [&](size_t bytes, int times) {
+        string header = "{\"a\":[{}";
+        while (header.size() < bytes) { header += ",{}"; }
+        const double begin = now_ms();
+        for (int i = 0; i < times; i++) {
+            CHECK(has(refusal(path, in_file(header + "]}", "")), "tensor \"a\""));
+        }
+        return now_ms() - begin;
+    };
+    const double small = ms_of(10000, 10);
+    double large = INFINITY;  // the best of three, since other programs run, too
+    for (int i = 0; i < 3; i++) { large = min(large, ms_of(100000, 1)); }
+    CHECK(large < 4 * small);  // 10, if the time grew with the square of the bytes
 
     CHECK(has(refusal(path, in_file(string(10000001, ' '), "")), "at most 10000000 bytes"));
 }
