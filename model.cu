@@ -363,8 +363,8 @@ void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale
 }
 // Does what forward_backward does, but without CUDA graphs, and adds to the gradients that are
 // there.
-static Tensor add_gradients(Model& model, const Batch& batch, float loss_scale,
-                            const Job& between) {
+static Tensor forward_backward_add(Model& model, const Batch& batch, float loss_scale,
+                                   const Job& between) {
     Tensor loss = forward_to_loss(model, batch);
     between();
     backward_from_loss(model, loss, loss_scale);
@@ -377,7 +377,7 @@ static bool by_graphs(const Model& model) {
 Tensor forward_backward(Model& model, const Batch& batch, float loss_scale, const Job& between) {
     if (by_graphs(model)) { return fast_ways.forward_backward(model, batch, loss_scale, between); }
     zero_gradients(model);
-    return add_gradients(model, batch, loss_scale, between);
+    return forward_backward_add(model, batch, loss_scale, between);
 }
 Tensor infer(Model& model, const Tensor& tokens) {
     NoGrad no_grad;
@@ -449,7 +449,7 @@ void train_step(Trainer& t, const vector<Batch>& batches) {
         begin(&StepTimes::forward);
         // Later batches add to the first one's gradients, unless after_backward has added these up
         // elsewhere: then each batch overwrites those of the batch before.
-        auto pass = losses.empty() || t.sums_gradients ? forward_backward : add_gradients;
+        auto pass = losses.empty() || t.sums_gradients ? forward_backward : forward_backward_add;
         losses.push_back(pass(t.model, batch, loss_scale_of(t.scaler) / batches.size(),
                               [&] { begin(&StepTimes::backward); }));
         if (t.after_backward) { t.after_backward(); }
