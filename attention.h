@@ -5,7 +5,7 @@
 // O = softmax(Q K^T / sqrt(D)) V; q [B,H,Tq,D], k and v [B,H,Tk,D] -> [B,H,Tq,D], any
 // strides (for flash the last one is 1, and on a GPU the others are multiples of 8). Causal: query
 // i sees keys j <= i, counted from the start, also where Tq != Tk. L [B,H,Tq] (if wanted): the
-// logsumexp of each row, L_i = log sum_j exp(S_ij), in fp32, of F64 in F64. In formulas S is the
+// logsumexp of each row, L_i = log sum_j exp(S_ij), in fp32 (in F64 if q is). In formulas S is the
 // scores; in experiments it is the length of a sequence, as in the handout.
 #pragma once
 #include "cs336.h"

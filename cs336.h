@@ -76,7 +76,7 @@ struct Layer {
     Tensor ln1, q, k, v, qkv, o, ln2, w1, w3, w13, w2;
 };
 // Adds delta to *x unless it is null, and returns rmsnorm(*x). x, delta and the result are [B,T,C],
-// weight is [C]. On a tape the fused form wants a gradient of both *x and weight.
+// weight is [C]. In the fused form both *x and weight have gradients, or neither has.
 Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight, float eps);
 // Returns [T,D]: cos and sin of each pair's angle, interleaved, at positions 0 to T - 1.
 Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype);

@@ -368,7 +368,7 @@ static void train_and_compare(const Communicator& c, const ModelConfig& config,
     adamw.weight_decay = 0.1f;
     adamw.eps = 1e-5f;  // else a gradient of mere rounding errors moves its weight by lr
     const Model &got = ours.model, &want = whole.model;
-    const int64_t half = got.weights.size() / 2;  // of 3360 k elements: 1 to 8 ranks divide it
+    const int64_t half = got.weights.size() / 2;  // a multiple of 3360, so of 1 to 8 ranks
     auto add_half = [&](int64_t begin) {
         for (const Trainer* trainer : {&ours, &whole}) {
             const Model& model = trainer->model;
@@ -624,8 +624,7 @@ static void run_strategy(const Communicator& c, const Options& options, const Mo
 }
 
 // Times one process with the whole batch and, on the CPU, all cores. It runs in rank 0; the other
-// ranks wait, and their result is empty. On a GPU mode flash launches its passes as CUDA graphs;
-// the ranks' passes, whose gradients are an arena, it does not.
+// ranks wait, and their result is empty.
 static WayRun single_process(const Communicator& c, Options options, const ModelConfig& config) {
     WayRun run{"one process"};
     if (c.rank == 0) {
@@ -926,8 +925,8 @@ static void run_sharded(const Communicator& c, const Options& options, const Mod
         for (int i = 0; i < CATEGORIES; i++) { use.peak_by[i] -= before.now_by[i]; }
         reset_peak(context.device);
     };
-    // random_model may make the weights by a second copy (keep_weights in fast_ways.h), which would
-    // count as the peak after init.
+    // Not random_model: it may hold a second copy for a moment (keep_weights in fast_ways.h), and
+    // that would count as the peak after init.
     auto make = [&](const Communicator& c) {
         before = memory_use(context.device);
         reset_peak(context.device);

@@ -221,7 +221,7 @@ static void flash_backward_cpu(const AttentionTensors& t) {
 #ifdef HAVE_CUDA
 constexpr int STEP_7_THREADS = 128;
 // Writes what backward's kernels read of the queries: a warp takes one, and its lanes share D.
-// query_rows is a multiple of a block's warps, so no warp is left over and none is checked.
+// query_rows is a multiple of a block's warps, so no warp is left over, and nothing is checked.
 template <class T>
 __global__ void flash_step_7_kernel(AttentionArgs a,
                                     BackwardQuery* queries) {  // [B*H,a.query_rows]

@@ -455,7 +455,7 @@ static WeightsCheck check_case(const Communicator& c, const FsdpCase& tried, uin
     }
 
     Trainer ours = fsdp_trainer(c, config, seed, false, adamw), whole;
-    whole.model = make_model(config);  // not random_model: elements are compared
+    whole.model = make_model(config);  // random_model may give another form (fast_ways.h)
     whole.adamw = adamw;
     init_weights(whole.model, seed);
     make_gradients(whole.model);

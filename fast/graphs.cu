@@ -230,7 +230,8 @@ static Tensor infer_by_graph(Model& model, const Tensor& tokens) {
     return g->logits;
 }
 // Tells whether steps in this context go by graphs. With a gradients' arena they do not, since
-// somebody may wait for single gradients; and whoever watches wants to see single kernels.
+// somebody may wait for single gradients; and whoever watches wants to see single kernels. So in
+// ddp.cu's benchmarks the one process goes by graphs, and the ranks do not.
 static bool by_graphs(const Model& model) {
     return context.mode == FLASH && context.device == CUDA && !context.each_launch &&
            !model.gradients;

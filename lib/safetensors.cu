@@ -99,14 +99,15 @@ static void check_layout(const SafeTensors& file, const char* data, size_t data_
 
 // Returns the header's JSON. Deep nesting is refused while it is parsed, since later code, such as
 // dump(), would follow it by calls of calls and run out of stack. A name that is there twice is
-// refused after it: json has kept the last entry alone. The first parse only watches, and keeps
-// nothing, since json searches what a watched parse has kept at each closing bracket. So it does
-// not report the single values, which would be a level deeper.
+// refused after it: json has kept the last entry alone. The first parse only watches and keeps
+// nothing: else json would search, at each closing bracket, all that it has kept. It then reports
+// names, objects and lists alone; the depth of the last two is 0 to 2.
 static json parse_header(const string& path, const string& text) {
     size_t names = 0;
     auto watch = [&](int depth, json::parse_event_t event, json&) {
-        if (depth == 1 && event == json::parse_event_t::key) { names++; }
-        if (depth > 2) {
+        if (event == json::parse_event_t::key) {
+            names += depth == 1;
+        } else if (depth > 2) {
             fail("%s: header: expected no more than three levels of nesting", path.c_str());
         }
         return false;

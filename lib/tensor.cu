@@ -132,7 +132,7 @@ HD auto with_elements(const char* data, DType t, const F& f) {
     return f((uint8_t*)data);
 }
 // Reads element i, whatever its dtype, as an A, the type that arithmetic runs in: float or double.
-// A float holds whole numbers up to 2^24.
+// A float holds all whole numbers up to 2^24.
 template <class A>
 HD A load(const char* data, DType t, int64_t i) {
     return with_elements(data, t, [&](auto* elements) { return (A)elements[i]; });
@@ -532,7 +532,8 @@ static Operand operand(const Tensor& t, const Shape& shape) {
     for (int d = missing; d < (int)shape.size(); d++) {
         int64_t own = t.shape[d - missing];
         if (d < 0 || d >= MAX_DIMS || (own != 1 && own != shape[d])) {
-            fail("cannot broadcast %s to %s", to_string(t.shape).c_str(), to_string(shape).c_str());
+            fail("cannot broadcast %s to %s (at most five dimensions)", to_string(t.shape).c_str(),
+                 to_string(shape).c_str());
         }
         o.stride[d] = own == 1 ? 0 : t.stride[d - missing];
     }

@@ -113,6 +113,8 @@ TEST_CASE("safetensors: every kind of lie is refused by name") {
     // nobody reads the metadata
     CHECK(refusal(path, in_file("{\"__metadata__\":null}", "")) == "");
     CHECK(refusal(path, in_file("{\"__metadata__\":{\"a\":1}}", "")) == "");
+    CHECK(refusal(path, in_file("{\"__metadata__\":{\"a\":{\"b\":1}}}", "")) == "");
+    CHECK(has(refusal(path, in_file("{\"__metadata__\":{\"a\":{\"b\":{}}}}", "")), "nesting"));
     struct Case {
         string bytes;
         vector<string> says;
