@@ -27,14 +27,14 @@ struct Windows : Places {
     struct Window {
         void* data;
         ncclWindow_t handle;
-        bool in_use;
+        bool unused;  // its buffer is gone
     };
     vector<Window> windows;
     Windows() { counted = true; }
 
     // Opens a window of so many bytes for a new buffer.
     size_t take(size_t bytes, void** at) override {
-        Window w{nullptr, nullptr, true};
+        Window w{};
         give_back_cached_memory();  // our pool's is not NCCL's
         NCCL_CHECK(ncclMemAlloc(&w.data, bytes));
         NCCL_CHECK(
@@ -43,12 +43,12 @@ struct Windows : Places {
         *at = w.data;
         return windows.size() - 1;
     }
-    void give(size_t number) override { windows[number].in_use = false; }
+    void give(size_t number) override { windows[number].unused = true; }
 
     // Closes the windows whose buffers are gone, and frees their memory.
     void close_unused() {
         for (Window& w : windows) {
-            if (w.in_use || !w.data) { continue; }
+            if (!w.unused || !w.data) { continue; }
             NCCL_CHECK(ncclCommWindowDeregister(lane.nccl, w.handle));
             NCCL_CHECK(ncclMemFree(w.data));
             w.data = nullptr;
@@ -63,7 +63,9 @@ static void connect(const Communicator& c) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
 #ifdef WITH_WINDOWS
     config.CTAPolicy = NCCL_CTA_POLICY_ZERO;  // copy engines, wherever they can do it
-    windows = make_shared<Windows>();
+    // From NCCL 2.28.7 on copies between windows go from card to card even where this variable is
+    // set, with which a user asks that nothing does.
+    if (!getenv("NCCL_P2P_DISABLE")) { windows = make_shared<Windows>(); }
 #endif
     NCCL_CHECK(ncclGetVersion(&version));
     lane = open_lane(c, &config);
@@ -89,8 +91,8 @@ static void start(const Communicator& c, Work& work, const Collective& x) {
     }
     // From NCCL 2.30 on an all-reduce of a mean in a window fails ("invalid device function"): NCCL
     // takes a kernel for it that does not exist. The other lane's communicator knows no windows.
-    const bool fails = x.how == AVERAGE && version >= 23000;
-    const bool other = fails || x.kind == Collective::REDUCE_SCATTER;
+    const bool other =
+        x.kind == Collective::REDUCE_SCATTER || (x.how == AVERAGE && version >= 23000);
     enqueue(c, other ? reduce_scatter_lane : lane, work, x, mark());
 }
 static WorkPtr all_reduce_beside(const Communicator& c, const Tensor& t, Reduction how) {

@@ -102,20 +102,24 @@ static string kind_of_step(const Model& model, const char* what, const Tensor& t
                      context.head_chunk, loss_scale, model.lm_head.gradient->low_precision.data,
                      model.rope.data);
 }
-// Returns the kernels of `work` as a graph; they are not run. Its buffers are those of `places`.
-static cudaGraphExec_t capture(const shared_ptr<StepPlaces>& places, const Job& work) {
+// Returns the kernels of `work` as a graph; they are not run. Its buffers are those of the model's
+// places. Where that fails the model forgets its graphs: some places are taken by then, so that the
+// next step has to be a rehearsal.
+static cudaGraphExec_t capture(Model& model, const Job& work) {
     cudaGraph_t graph = nullptr;
-    CUDA_CHECK(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeThreadLocal));
+    cudaGraphExec_t executable;
     try {
-        allocate_in(places, work);
+        CUDA_CHECK(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeThreadLocal));
+        allocate_in(((StepGraphs*)model.fast.get())->places, work);
+        CUDA_CHECK(cudaStreamEndCapture(stream(), &graph));
+        CUDA_CHECK(cudaGraphInstantiate(&executable, graph, 0));
     } catch (...) {
-        if (cudaStreamEndCapture(stream(), &graph) == cudaSuccess) { cudaGraphDestroy(graph); }
+        cudaStreamEndCapture(stream(), &graph);
+        if (graph) { cudaGraphDestroy(graph); }
+        cudaGetLastError();  // or the next launch would report it
+        model.fast = nullptr;
         throw;
     }
-    CUDA_CHECK(cudaStreamEndCapture(stream(), &graph));
-
-    cudaGraphExec_t executable;
-    CUDA_CHECK(cudaGraphInstantiate(&executable, graph, 0));
     CUDA_CHECK(cudaGraphDestroy(graph));
     return executable;
 }
@@ -183,16 +187,11 @@ static Tensor forward_backward_by_graphs(Model& model, const Batch& batch, float
     if (!g->forward) {
         g->loss = empty({}, F32);
         Tensor loss;
-        try {
-            g->forward = capture(g->places, [&] {
-                loss = forward_to_loss(model, g->batch);
-                copy_in_stream(g->loss, loss);
-            });
-            g->backward = capture(g->places, [&] { backward_from_loss(model, loss, loss_scale); });
-        } catch (...) {
-            model.fast = nullptr;  // or the next step would launch a backward that is null
-            throw;
-        }
+        g->forward = capture(model, [&] {
+            loss = forward_to_loss(model, g->batch);
+            copy_in_stream(g->loss, loss);
+        });
+        g->backward = capture(model, [&] { backward_from_loss(model, loss, loss_scale); });
         for (const Tensor& t : model.slots) {
             if (t.gradient->filled) { g->gradients.push_back({t.gradient, t.gradient->value}); }
         }
@@ -223,7 +222,7 @@ static Tensor infer_by_graph(Model& model, const Tensor& tokens) {
     if (!g) { return logits; }
 
     if (!g->forward) {
-        g->forward = capture(g->places, [&] { g->logits = forward(model, g->batch.tokens); });
+        g->forward = capture(model, [&] { g->logits = forward(model, g->batch.tokens); });
     }
     copy_in_stream(g->batch.tokens, tokens);
     launch(g->forward, "forward");

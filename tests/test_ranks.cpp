@@ -131,6 +131,19 @@ TEST_CASE("NCCL: shared buffers at random times") {
     if (!fast_ways.allocate_shared || lacks("nccl", CUDA, 2)) { return; }
     in_ranks("NCCL: shared buffers at random times", 2, CUDA, check_shared_buffers);
 }
+// Copy engines would move what is in a window from card to card, whatever the user asked for.
+TEST_CASE("NCCL: there are no windows where NCCL_P2P_DISABLE is set") {
+    if (!fast_ways.allocate_shared || lacks("nccl", CUDA, 2)) { return; }
+    const bool typed = getenv("NCCL_P2P_DISABLE");
+    setenv("NCCL_P2P_DISABLE", "1", 1);
+    in_ranks("NCCL: there are no windows where NCCL_P2P_DISABLE is set", 2, CUDA,
+             [](const Communicator& c) {
+                 Tensor t;
+                 allocate_shared(c, [&] { t = empty({1 << 20}, F32); });
+                 CHECK(!t.memory->places);
+             });
+    if (!typed) { unsetenv("NCCL_P2P_DISABLE"); }
+}
 
 // -------------------------------------------------------------------------------------------------
 // Failures
