@@ -335,7 +335,7 @@ static void for_each(Device device, int64_t N, int64_t columns, const F& f) {
     }
 #pragma omp parallel for if (N * columns > 16384)
     for (int64_t n = 0; n < N; n++) {
-        for (int c = 0; c < columns; c++) { f((int)n, c); }
+        for (int c = 0; c < columns; c++) { f(n, c); }
     }
 }
 
@@ -394,18 +394,18 @@ struct Rope {
     // The rows [B,T,3] are counted by one number, row = (b positions + t) 3 + which; and pair i is
     // the elements d and d + 1 of head h. `joined` is where the pair lies in qkv, `apart` where it
     // lies in q, k or v. Where these are null both are the same place, and v stays as it is.
-    HD void operator()(int row, int i) const {
-        const int which = row % 3;
-        const int t = row / 3 % positions;
-        const int b = row / 3 / positions;
+    HD void operator()(int64_t row, int i) const {
+        const int64_t which = row % 3;
+        const int64_t t = row / 3 % positions;
+        const int64_t b = row / 3 / positions;
         const int h = 2 * i / D;
         const int d = 2 * i % D;
 
         T* heads = v;
         if (which == 0) { heads = q; }
         if (which == 1) { heads = k; }
-        T* joined = qkv + ((int64_t)row * H + h) * D + d;
-        T* apart = heads ? heads + (((int64_t)b * H + h) * positions + t) * D + d : joined;
+        T* joined = qkv + (row * H + h) * D + d;
+        T* apart = heads ? heads + ((b * H + h) * positions + t) * D + d : joined;
         const T* from = backward ? apart : joined;
         T* to = backward ? joined : apart;
 
@@ -510,7 +510,7 @@ struct Swiglu {
     T* g;        // [N,F]
     const T* h;  // [N,2F]
     int64_t F;
-    HD void operator()(int n, int f) const {
+    HD void operator()(int64_t n, int f) const {
         const T* row = h + 2 * n * F;
         Wide<T> a = row[f];
         g[n * F + f] = a * sigmoid_of(a) * row[F + f];
@@ -523,7 +523,7 @@ struct SwigluBackward {
     const T* dg_in;  // [N,F]
     const T* h;      // [N,2F]
     int64_t F;
-    HD void operator()(int n, int f) const {
+    HD void operator()(int64_t n, int f) const {
         const T* row = h + 2 * n * F;
         Wide<T> a = row[f];
         Wide<T> b = row[F + f];

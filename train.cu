@@ -166,12 +166,12 @@ static Batch read_batch(const string& path, int V) {
     return {read("tokens"), read("targets")};
 }
 
-// Adds each parameter's part of an arena of weights or gradients, in fp32, with the prefix before
-// its name.
+// Adds each parameter's part of an arena of weights or gradients, in fp32 and times a factor, with
+// the prefix before its name.
 static void add_parts(NamedTensors& list, const string& prefix, const Model& model,
-                      const Tensor& arena) {
+                      const Tensor& arena, float factor) {
     for (const Parameter& p : model.parameters) {
-        list.push_back({prefix + p.name, cast(view(arena, p.offset, p.shape), F32)});
+        list.push_back({prefix + p.name, scale(cast(view(arena, p.offset, p.shape), F32), factor)});
     }
 }
 // Reads the weights of a model, whose sizes it finds in their shapes. Fails, and names the tensor,
@@ -183,10 +183,11 @@ static Model read_model(const Options& o) {
     const Shape embedding = require_tensor(file, "token_embeddings.weight", {-1, -1}, floats).shape;
     const Shape w1 =
         require_tensor(file, "layers.0.ffn.w1.weight", {-1, embedding[1]}, floats).shape;
-    // a tensor that is empty may claim any length
+    // A tensor that is empty may claim any length. And eager's loss finds a target's logit by
+    // numbers in fp32, which are exact up to 2^24.
     for (int64_t n : {embedding[0], embedding[1], w1[0]}) {
-        if (n < 1 || n > INT_MAX) {
-            fail("%s: expected sizes from 1 to %d, found %" PRId64, o.weights.c_str(), INT_MAX, n);
+        if (n < 1 || n > 1 << 24) {
+            fail("%s: expected sizes from 1 to 16777216, found %" PRId64, o.weights.c_str(), n);
         }
     }
 
@@ -244,13 +245,13 @@ int cmd_model(const Options& o) {
     make_gradients(model);
     NamedTensors out = logits_and_loss(t, batch);
     const double loss = to_doubles(out[1].second)[0];
-    add_parts(out, "grad.", model, scale(model.gradients, 1 / loss_scale_of(t.scaler)));
+    add_parts(out, "grad.", model, model.gradients, 1 / loss_scale_of(t.scaler));
 
     while (model.step < o.steps) {  // in fp16 a step that is skipped is no step
         train_step(t, {batch});
         require_scale(t.scaler);
     }
-    if (o.steps > 0) { add_parts(out, "param.", model, model.weights); }
+    if (o.steps > 0) { add_parts(out, "param.", model, model.weights, 1); }
 
     save_tensors(o.out, out);
     answer("", "model %s: num_layers %d, tokens %s; loss %.6f; wrote %zu tensors to %s",

@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(PACK_THREADS)
                 const float* rope,  // [T,D]
                 int positions, int H, int D, bool backward) {
     const int row = blockIdx.x, which = blockIdx.y;  // row: of B T; which: 0 q, 1 k, 2 v
-    const int b = row / positions, t = row % positions;
+    const int64_t b = row / positions, t = row % positions;
     T* heads = v;
     if (which == 0) { heads = q; }
     if (which == 1) { heads = k; }
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(PACK_THREADS)
     for (int c = W * threadIdx.x; c < H * D; c += W * blockDim.x) {
         const int h = c / D, d = c % D;
         T* joined = qkv + (row * (int64_t)3 + which) * (H * D) + c;
-        T* apart = heads ? heads + (((int64_t)b * H + h) * positions + t) * D + d : joined;
+        T* apart = heads ? heads + ((b * H + h) * positions + t) * D + d : joined;
 
         auto pack = load_pack<W>(backward ? apart : joined);
         if (which < 2) {

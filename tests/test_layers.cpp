@@ -304,3 +304,21 @@ TEST_CASE_TEMPLATE("layers: AdamW over many tensors, plain and fast, by the form
         }
     }
 }
+// No test has memory for so many rows: the addresses of the first are counted back from the last's.
+TEST_CASE("layers: RoPE and SwiGLU reach rows beyond 2^31 numbers") {
+    auto back = [](float* last, int64_t n) {
+        return (float*)((uintptr_t)last - n * sizeof(float));
+    };
+    const int64_t n = (int64_t)1 << 31;
+    float g = 0, h[] = {1, 2};
+    Swiglu<float>{back(&g, n), back(h, 2 * n), 1}(n, 0);
+    CHECK(g == doctest::Approx(2 / (1 + exp(-1.0))));
+
+    const int64_t t = ((int64_t)1 << 30) + 1, row = 3 * t;  // its q
+    float qkv[] = {3, 4}, rope[] = {0, 1};                  // a quarter turn
+    const Rope<float> rotate_one = {
+        back(qkv, 2 * row), nullptr, nullptr, nullptr, back(rope, 2 * t), INT_MAX, 1, 2, false};
+    rotate_one(row, 0);
+    CHECK(qkv[0] == -4);
+    CHECK(qkv[1] == 3);
+}

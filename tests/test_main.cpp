@@ -115,6 +115,13 @@ TEST_CASE("main: --quick has its sizes in both editions, and what is typed wins"
     }
     CHECK(parsed("memory_profiling", {"--edition", "2026"}) == "xl 128 0");
 }
+TEST_CASE("main: a problem that times steps is small on a CPU") {
+    for (const Command& command : COMMANDS) {
+        if (!command.is_problem() || !command.takes("--steps")) { continue; }
+        CAPTURE(command.id);
+        CHECK(command.timed);
+    }
+}
 TEST_CASE("main: large batches are numbers of tokens, too") {
     Options o;
     RestoreContext restore;

@@ -1114,7 +1114,7 @@ TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files
             t.bytes = count(t.shape) * 4;
         }
         save_safetensors(bad, {tensors.begin(), tensors.end()});
-        refused(2, bad, "expected sizes from 1 to 2147483647, found 0");
+        refused(2, bad, "expected sizes from 1 to 16777216, found 0");
     }
 }
 
