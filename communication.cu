@@ -249,17 +249,22 @@ static void answer_least_batch(const Options& options, double alpha, double most
         }
     }
     // In turn, B(X) = (alpha X / M_X) / (1 - alpha N / (X M_Y F)) is least where TP takes half of
-    // the time.
-    const double per_chip = 4 * alpha * alpha / (M_X * M_Y * F);
-    answer(
-        "d",
-        "Choose the split: by (c)'s formula the least batch with X Y = %.7g is %.1f tokens per "
-        "chip, with (X, Y) = (%g, %g). It would be 4 alpha^2 / (M_X M_Y F) = 4 x %.1f^2 / (%g x %g "
-        "x %.7g) = %.1f, if X could be 2 alpha N / (M_Y F) = %.1f. Communication on both axes at "
-        "once would divide this by 4: alpha^2 / (M_X M_Y F) = %.1f. Fewer bytes (8-bit weights "
-        "halve alpha X / M_X), more links per axis and pipeline stages lower it further. Gradient "
-        "accumulation does not: each micro-batch gathers the weights.",
-        N, least, best_X, N / best_X, alpha, M_X, M_Y, F, per_chip, 2 * N / most_Y, per_chip / 4);
+    // the time. With fewer than most_Y chips some axis would have to have more than all of them.
+    string best;
+    if (N >= most_Y) {
+        const double per_chip = 4 * alpha * alpha / (M_X * M_Y * F);
+        best = strprintf(
+            " It would be 4 alpha^2 / (M_X M_Y F) = 4 x %.1f^2 / (%g x %g x %.7g) = %.1f, if X "
+            "could be 2 alpha N / (M_Y F) = %.1f. Communication on both axes at once would divide "
+            "this by 4: alpha^2 / (M_X M_Y F) = %.1f.",
+            alpha, M_X, M_Y, F, per_chip, 2 * N / most_Y, per_chip / 4);
+    }
+    answer("d",
+           "Choose the split: by (c)'s formula the least batch with X Y = %.7g is %.1f tokens per "
+           "chip, with (X, Y) = (%g, %g).%s Fewer bytes (8-bit weights halve alpha X / M_X), more "
+           "links per axis and pipeline stages lower it further. Gradient accumulation does not: "
+           "each micro-batch gathers the weights.",
+           N, least, best_X, N / best_X, best.c_str());
 }
 
 // Answers (a), what the model takes; (b), how many devices hold it with its activations; then (c)

@@ -235,7 +235,6 @@ struct Trainer {
     Job before_step, after_backward, before_optimizer;
     function<double(Trainer& t)> step_optimizer;  // in place of the model's own
     function<void(const Trainer& t, StepTimes& times)> add_communication;
-    bool sums_gradients = false;  // after_backward adds up the gradients of a step's batches
     shared_ptr<struct DataParallel> d;
     shared_ptr<struct Optimizer> sharded;
     shared_ptr<struct Fsdp> f;

@@ -168,7 +168,10 @@ static Tensor place(Fsdp& fsdp, const Parameter& parameter, const Shape& shape) 
 static void start_gather(Fsdp& fsdp, int i) {
     const FsdpUnit& unit = fsdp.units[i];
     const bool casts = unit.weights.dtype != unit.own.dtype;
-    if (casts) { copy_or_add(own_part(fsdp, unit, unit.weights), unit.own, false); }
+    if (casts) {
+        wait(fsdp.c, fsdp.gathers[i % 2]);  // a checkpoint may have turned without waiting for it
+        copy_or_add(own_part(fsdp, unit, unit.weights), unit.own, false);
+    }
     // A cast has put this rank's part into the buffer. Else the gather reads it from the shard.
     fsdp.gathers[i % 2] = all_gather(fsdp.c, unit.weights, casts ? Tensor() : unit.own);
     fsdp.in_buffer[i % 2] = i;
@@ -387,7 +390,6 @@ static Trainer fsdp_trainer(const Communicator& c, const ModelConfig& config, ui
     fsdp.steps_in_backward = steps_in_backward;
     keep_parts(fsdp);
 
-    trainer.sums_gradients = true;
     trainer.before_step = [&fsdp] { begin_fsdp_step(fsdp); };
     trainer.after_backward = [&fsdp] { finish_backward(fsdp); };
     trainer.step_optimizer = [&fsdp](Trainer& t) {

@@ -6,7 +6,6 @@
 #include <CLI/CLI.hpp>
 
 #include <filesystem>
-#include <sstream>
 
 using RunCommand = int(const Options& o);
 // precision.cu
@@ -618,6 +617,8 @@ static int run_command(const vector<string>& words) {
 
 // Answers --help and --version; all other words are a command's. Returns the exit code.
 int main(int argc, char** argv) {
+    // If stdout or stderr is closed, the next file to be opened would take its number and our text.
+    while ((unsigned)open("/dev/full", O_RDWR) < 2) {}
     // Whoever started us may ignore SIGCHLD; waitpid() would then find no children.
     signal(SIGCHLD, SIG_DFL);
     // If a file grows over `ulimit -f`, the write fails and says so.

@@ -447,9 +447,9 @@ void train_step(Trainer& t, const vector<Batch>& batches) {
     vector<Tensor> losses;
     for (const Batch& batch : batches) {
         begin(&StepTimes::forward);
-        // Later batches add to the first one's gradients, unless after_backward has added these up
-        // elsewhere: then each batch overwrites those of the batch before.
-        auto pass = losses.empty() || t.sums_gradients ? forward_backward : forward_backward_add;
+        // Later batches add to the first one's gradients, or, where after_backward has taken these
+        // away, as FSDP's does, to nothing.
+        auto pass = losses.empty() ? forward_backward : forward_backward_add;
         losses.push_back(pass(t.model, batch, loss_scale_of(t.scaler) / batches.size(),
                               [&] { begin(&StepTimes::backward); }));
         if (t.after_backward) { t.after_backward(); }
@@ -585,7 +585,7 @@ struct Sweep {  // what a command runs at one context length
 // Chooses the device, and returns a sweep for each context length.
 static vector<Sweep> sweeps_of(Options o) {
     choose_device(o.device);
-    std::sort(o.warmup.begin(), o.warmup.end());
+    sort(o.warmup.begin(), o.warmup.end());
     Sweep s{o, configs_of(o), precisions_of(o), {}};
     s.modes = modes_of(o, s.configs);
 

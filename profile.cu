@@ -918,7 +918,7 @@ static void answer_block(const MemoryRun& r) {
     if (m.oom) { return answer("f", "Three blocks do not fit."); }
     vector<pair<int64_t, string>> most;
     for (const auto& [op, bytes] : m.by_op) { most.push_back({bytes, op}); }
-    std::sort(most.rbegin(), most.rend());
+    sort(most.rbegin(), most.rend());
 
     vector<string> largest;
     for (const auto& [bytes, op] : most) {
@@ -956,7 +956,7 @@ int cmd_memory_profiling(const Options& o) {
     choose_device(o.device);
     context.each_launch = true;
     const bool predicted = context.device == CPU;
-    std::unique_ptr<Planning> planning(predicted ? new Planning : nullptr);
+    unique_ptr<Planning> planning(predicted ? new Planning : nullptr);
     const ModelConfig config = configs_of(o)[0];
     context.mode = modes_of(o, {config})[0];
 

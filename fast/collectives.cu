@@ -12,16 +12,12 @@
 #include "lib/gpu.h"
 
 #ifdef WITH_NCCL
-#ifdef NCCL_CTA_POLICY_ZERO  // NCCL 2.28
-#define WITH_WINDOWS
-#endif
-
 static Lane lane;                 // of all collectives but the other lane's
 static Lane reduce_scatter_lane;  // of these, and from NCCL 2.30 on of means
 static int version;               // of the NCCL that is loaded: 22809 is 2.28.9
 static shared_ptr<Places> windows;
 
-#ifdef WITH_WINDOWS
+#ifdef NCCL_CTA_POLICY_ZERO  // from NCCL 2.28 on there are windows
 // NCCL's symmetric windows, as places for buffers. All ranks open one together, or close it.
 struct Windows : Places {
     struct Window {
@@ -61,7 +57,7 @@ struct Windows : Places {
 static void connect(const Communicator& c) {
     // Blocking, since a non-blocking communicator starts a thread for every collective.
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-#ifdef WITH_WINDOWS
+#ifdef NCCL_CTA_POLICY_ZERO
     config.CTAPolicy = NCCL_CTA_POLICY_ZERO;  // copy engines, wherever they can do it
     // From NCCL 2.28.7 on copies between windows go from card to card even where this variable is
     // set, with which a user asks that nothing does.
@@ -115,7 +111,7 @@ static void allocate_in_windows(const Communicator& c, const Job& f) {
 static void close_windows(const Communicator& c) {
     if (!c.links || !windows) { return; }
     barrier(c);
-#ifdef WITH_WINDOWS
+#ifdef NCCL_CTA_POLICY_ZERO
     ((Windows&)*windows).close_unused();
 #endif
 }

@@ -116,7 +116,8 @@ static cudaGraphExec_t capture(Model& model, const Job& work) {
     } catch (...) {
         cudaStreamEndCapture(stream(), &graph);
         if (graph) { cudaGraphDestroy(graph); }
-        cudaGetLastError();  // or the next launch would report it
+        cudaGetLastError();               // or the next launch would report it
+        drop_weight_copies(model.slots);  // which no kernel has made
         model.fast = nullptr;
         throw;
     }

@@ -11,8 +11,6 @@
 // read from may be filled again at once.
 #include "fast_ways.h"
 
-#include <deque>
-
 struct KeptResult {
     Shape shape;
     DType dtype;
@@ -20,7 +18,7 @@ struct KeptResult {
     Tensor here = {};    // null: it is on the host alone
     Mark is_there = {};  // the end of the copy to the host, or back
 };
-using KeptResults = std::deque<KeptResult>;  // of one checkpoint, in the order of its run
+using KeptResults = deque<KeptResult>;  // of one checkpoint, in the order of its run
 
 static size_t room = 0;  // of host memory, in bytes; 0: nothing is kept
 static size_t in_use = 0;

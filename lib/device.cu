@@ -5,17 +5,11 @@
 // all times and bytes in tables come from them.
 #include "gpu.h"
 
-#include <atomic>
-#include <chrono>
 #include <random>
-#include <sstream>
 
-#include <fcntl.h>
 #include <malloc.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
-#include <sys/stat.h>
-#include <sys/wait.h>
 
 #ifdef HAVE_OPENBLAS
 extern "C" char* openblas_get_corename(void);
@@ -374,7 +368,7 @@ static void* allocate_cpu(size_t bytes) {
     // do once per 32 MiB, and want room for as many again. available_memory() first makes malloc
     // give back what it keeps, so it comes second.
     constexpr size_t slack = 32 << 20;
-    static std::atomic<size_t> unasked{0};  // bytes that were allocated since we asked
+    static atomic<size_t> unasked{0};  // bytes that were allocated since we asked
     if (bytes > SIZE_MAX - slack) { return nullptr; }
     if (bytes > slack || (unasked += bytes) > slack) {
         const size_t needs = bytes + slack;
@@ -433,9 +427,9 @@ static void free_cuda(void*) {}
 
 static MemoryUse uses[META + 1];  // by device, as what follows
 static set<const Memory*> live[META + 1];
-static std::mutex books_mutex;  // the last owner of a buffer may be another thread
+static mutex books_mutex;  // the last owner of a buffer may be another thread
 
-static std::atomic<bool> logging{false};
+static atomic<bool> logging{false};
 static Device logged_device;
 static double log_start;
 static vector<MemoryEvent> memory_log;
@@ -529,7 +523,7 @@ shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Sour
 
     if (device == META) {
         // An address to count offsets from, and for a log to tell buffers apart.
-        static std::atomic<uint64_t> next{1 << 20};
+        static atomic<uint64_t> next{1 << 20};
         memory->data = (void*)next.fetch_add((bytes + 511) / 512 * 512);
     } else if (place) {
         memory->data = place;
@@ -585,7 +579,7 @@ double now_ms() {
 }
 
 #ifdef HAVE_CUDA
-static std::mutex events_mutex;
+static mutex events_mutex;
 static vector<cudaEvent_t> spare_events;
 
 // Returns an event that goes back to the spare ones: creating one costs as much as a launch.
@@ -632,7 +626,7 @@ double ms_of(const Mark& m, const Mark& origin) {
 
 // Returns mean, standard deviation (of the sample: n - 1), median, least and largest.
 Stats stats_of(vector<double> values) {
-    std::sort(values.begin(), values.end());
+    sort(values.begin(), values.end());
     int n = values.size();
     double mean = std::accumulate(values.begin(), values.end(), 0.0) / n;
     double squares = 0;
@@ -710,7 +704,7 @@ void progress(const char* format, ...) {
     note("%s", FORMATTED(format).c_str());
 }
 
-static std::atomic<int> end_signal{0};
+static atomic<int> end_signal{0};
 
 static void take_end_signal(int number) {
     end_signal = number;
@@ -735,14 +729,14 @@ int end_signal_seen() { return end_signal; }
 void replace_file(const string& path, const function<bool(FILE*)>& write) {
     const string temporary = path + strprintf(".tmp.%08x", std::random_device()());
     const char* name = temporary.c_str();
-    const std::unique_ptr<const char, int (*)(const char*)> removed_at_the_end(name, remove);
+    const unique_ptr<const char, int (*)(const char*)> removed_at_the_end(name, remove);
     struct stat before;
     if (stat(path.c_str(), &before) == 0 && !S_ISREG(before.st_mode)) {  // such as /dev/null
         fail("%s: cannot be written: expected a regular file", path.c_str());
     }
 
     // x: a file of that name must not be there; e: children do not inherit it.
-    const std::unique_ptr<FILE, int (*)(FILE*)> file(fopen(name, "wbxe"), fclose);
+    const unique_ptr<FILE, int (*)(FILE*)> file(fopen(name, "wbxe"), fclose);
     const bool done =
         file && (!write || (write(file.get()) && fflush(file.get()) == 0 &&
                             fsync(fileno(file.get())) == 0 && rename(name, path.c_str()) == 0));
@@ -784,6 +778,8 @@ string run_ourselves(const vector<string>& arguments) {
     if (pipe2(ends, O_CLOEXEC) != 0) { fail("pipe: %s", strerror(errno)); }
     fflush(nullptr);
     const pid_t child = start_ourselves(arguments, [&] {
+        // Not SIGKILL: where the child launches ranks it still has to remove their folder.
+        prctl(PR_SET_PDEATHSIG, SIGTERM);
         if (dup2(ends[1], STDOUT_FILENO) < 0) { _exit(127); }
     });
     close(ends[1]);

@@ -4,8 +4,10 @@
 // Memory and Mark first: most experiments use these three.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cfloat>
+#include <chrono>
 #include <climits>
 #include <csignal>
 #include <cstdarg>
@@ -13,6 +15,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <fstream>
 #include <functional>
 #include <list>
@@ -21,17 +24,23 @@
 #include <mutex>
 #include <numeric>
 #include <set>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <vector>
 
+#include <fcntl.h>
 #include <math.h>  // with the overloads for float
 #include <omp.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 // Names of the standard library that stand on many pages. Of max and min CUDA has its own, too,
 // which take mixed types: where types differ, name the one that is meant, as in max<float>.
+using std::atomic;
+using std::deque;
 using std::function;
 using std::ifstream;
 using std::is_same_v;
@@ -41,11 +50,14 @@ using std::map;
 using std::max;
 using std::min;
 using std::move;
+using std::mutex;
 using std::pair;
 using std::set;
 using std::shared_ptr;
+using std::sort;
 using std::string;
 using std::to_string;
+using std::unique_ptr;
 using std::vector;
 using Job = function<void()>;  // work to run, now or later
 

@@ -9,15 +9,9 @@
 // To read first: the collectives, from start() on.
 #include "gpu.h"
 
-#include <chrono>
 #include <condition_variable>
-#include <deque>
 #include <filesystem>
-#include <sstream>
 #include <thread>
-
-#include <sys/stat.h>
-#include <sys/wait.h>
 
 #ifdef HAVE_GLOO
 constexpr bool HAS_GLOO = true;
@@ -203,6 +197,8 @@ int launch_ranks(int n, const vector<string>& arguments, double timeout_s) {
         }
     }
     remove_folder_of_ranks();
+    // A signal may also have come since, or after the ranks, which it ended, were looked at.
+    if (const int number = end_signal_seen()) { exit_code = 128 + number; }
     catch_end_signals(false);
     return exit_code;
 }
@@ -268,8 +264,7 @@ vector<string> gather_text(const Communicator& c, const string& text) {
     vector<string> all;
     for (int r = 0; r < c.world; r++) {
         string life, life_before;
-        double waited_ms = 0;
-        double last = now_ms();
+        double waited_ms = 0, last = now_ms();
         ifstream file(file_of(r, round), std::ios::binary);
         while (!file) {
             ifstream(file_of(r, "life")) >> life;
@@ -283,7 +278,7 @@ vector<string> gather_text(const Communicator& c, const string& text) {
             usleep(1000);
             file.open(file_of(r, round), std::ios::binary);
         }
-        all.emplace_back(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
+        all.push_back({std::istreambuf_iterator<char>(file), {}});
     }
     return all;
 }
@@ -304,9 +299,9 @@ struct Links {
     std::mutex mutex;
     std::condition_variable changed;
     bool stopping = false;
-    std::deque<WorkPtr> under_way;  // the oldest first
+    deque<WorkPtr> under_way;  // the oldest first
 #ifdef HAVE_GLOO
-    std::deque<Job> jobs;  // that the worker has yet to begin
+    deque<Job> jobs;  // that the worker has yet to begin
 
     shared_ptr<gloo::rendezvous::Context> gloo;
     std::thread worker;
@@ -349,7 +344,7 @@ static void watch(Links& links) {
     while (!links.changed.wait_for(lock, turn, [&] { return links.stopping; })) {
         std::ofstream(file_of(links.rank, "life")) << turns++;
 
-        std::deque<WorkPtr>& under_way = links.under_way;
+        deque<WorkPtr>& under_way = links.under_way;
         while (!under_way.empty() && has_ended(*under_way.front())) { under_way.pop_front(); }
         const WorkPtr before = oldest;
         oldest = under_way.empty() ? nullptr : under_way[0];

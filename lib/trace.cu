@@ -3,8 +3,6 @@
 // read first: the end of the file, Range, which all other code uses.
 #include "lib.h"
 
-#include <atomic>
-#include <chrono>
 #include <unordered_map>
 
 #include <cxxabi.h>
@@ -24,8 +22,8 @@
 // launches, also where a library does. The launch has a number, which is noted with the range that
 // is open on this thread. Later the kernel's record comes, and names the launch's number, too.
 
-static std::atomic<bool> tracing{false};
-static std::mutex trace_mutex;
+static atomic<bool> tracing{false};
+static mutex trace_mutex;
 static Trace trace;
 // A range's number counts over all traces of the process, so that one of an earlier trace is known
 // as such. first_range is the number of this trace's first range.
@@ -48,10 +46,10 @@ static const CUpti_ActivityKind traced_activities[] = {CUPTI_ACTIVITY_KIND_CONCU
                                                        CUPTI_ACTIVITY_KIND_MEMSET};
 // CUPTI's records have a mutex of their own, since its thread takes milliseconds to read a buffer,
 // and ranges must not wait so long.
-static std::mutex cupti_mutex;
+static mutex cupti_mutex;
 static vector<TracedWork> cupti_work;
 static size_t cupti_dropped;
-static std::atomic<CUptiResult> first_error;  // on CUPTI's thread nothing may be thrown
+static atomic<CUptiResult> first_error;  // on CUPTI's thread nothing may be thrown
 
 static bool succeeded(CUptiResult result) {
     CUptiResult none = CUPTI_SUCCESS;
@@ -68,7 +66,7 @@ static string error_text() {
 // The range of each launch and copy. CUPTI's own way to know it, external ids, costs more than
 // twice as much.
 static CUpti_SubscriberHandle launch_subscriber;
-static std::mutex launch_mutex;
+static mutex launch_mutex;
 static vector<pair<uint32_t, int>> launches;  // the launch's number, the range's
 
 static void CUPTIAPI note_launch(void*, CUpti_CallbackDomain, CUpti_CallbackId, const void* call) {
@@ -108,8 +106,7 @@ static void take_work(const CUpti_Activity* record, const string& name) {
     }
 }
 static string demangled(const string& name) {
-    const std::unique_ptr<char, void (*)(void*)> text(abi::__cxa_demangle(name.c_str(), 0, 0, 0),
-                                                      free);
+    const unique_ptr<char, void (*)(void*)> text(abi::__cxa_demangle(name.c_str(), 0, 0, 0), free);
     return text ? text.get() : name;
 }
 
@@ -191,8 +188,8 @@ static void stop_cupti() {
         w.end += behind;
         w.name = demangled(w.name);
     }
-    std::sort(cupti_work.begin(), cupti_work.end(),
-              [](const TracedWork& a, const TracedWork& b) { return a.start < b.start; });
+    sort(cupti_work.begin(), cupti_work.end(),
+         [](const TracedWork& a, const TracedWork& b) { return a.start < b.start; });
     trace.work = move(cupti_work);
     if (cupti_dropped > 0) {
         note("trace: CUPTI had no room for %zu kernels, copies or fills", cupti_dropped);

@@ -197,7 +197,8 @@ static void check_what_ranks_tell(const Communicator& c) {
         CHECK(use.peak_by[WORKSPACE] < 1 << 20);
     }
 
-    // The times are means over the ranks: rank 0 takes 40 ms more than rank 1's 40.
+    // The times are means over the ranks. A busy machine may add to them, but not as much as lies
+    // between their mean, 220 ms, and rank 0's 400.
     o.warmup = {1};
     o.steps = 2;
     WayRun r{"sleeps"};
@@ -206,13 +207,13 @@ static void check_what_ranks_tell(const Communicator& c) {
         t.c = c;
         t.model = random_model(config, 0);
         t.step_optimizer = [&c](Trainer&) {
-            if (context.device != META) { usleep(c.rank == 0 ? 80000 : 40000); }
+            if (context.device != META) { usleep(c.rank == 0 ? 400000 : 40000); }
             return 0.0;
         };
         return t;
     });
-    CHECK(r.ms.optimizer.mean > 59);
-    CHECK(r.ms.optimizer.mean < 80);
+    CHECK(r.ms.optimizer.mean > 219);
+    CHECK(r.ms.optimizer.mean < 400);
 }
 TEST_CASE("ddp: ranks see that their bits differ and steps are means over them") {
     if (lacks("gloo", CPU, 2)) { return; }

@@ -313,6 +313,18 @@ TEST_CASE("ranks: who closes the pipe gets no complaint") {
     CHECK(has(r.out, "2 ranks connected"));
 }
 
+// The ranks' results go through a file, which would be opened as number 2.
+TEST_CASE("ranks: what would go to a closed stderr is in no file") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    const string command =
+        program() + " distributed_communication_single_node --device cpu --quick --steps 1";
+    const Run closed = run_shell(command + " 2>&-");
+    CHECK(closed.exit_code == 0);
+    CHECK(has(closed.out, "| gloo    | cpu    |     2 |"));
+    CHECK(!has(closed.out, "nccl"));
+    CHECK(run_shell(command + " >&-").exit_code == 1);
+}
+
 static vector<string> as_rank(int rank, int world, const Folder& folder) {
     return {"RANK=" + to_string(rank), "WORLD_SIZE=" + to_string(world),
             "CS336_RENDEZVOUS=" + folder.path};
@@ -495,19 +507,25 @@ TEST_CASE("ranks: the second Ctrl-C ends at once") {
     CHECK((WIFSIGNALED(status) && WTERMSIG(status) == SIGINT));
     if (!WIFSIGNALED(status)) { kill(pid, SIGKILL); }
 }
-TEST_CASE("ranks: what reproduce runs does not outlive it") {
-    Folder folder;
-    Started s = start({"reproduce", "naive_ddp", "--device", "cpu", "--out", folder.path});
+TEST_CASE("ranks: what reproduce runs does not outlive it, nor does its folder") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    Folder folder, temporary;
+    Started s =
+        start({"reproduce", "naive_ddp_benchmarking", "--device", "cpu", "--out", folder.path},
+              {"TMPDIR=" + temporary.path});
     vector<pid_t> children;
     for (int tries = 0; tries < 1000 && children.empty(); tries++) {
         usleep(2000);
         children = children_of(s.pid);
     }
     REQUIRE(!children.empty());
+    const pid_t rank = rank_of_launcher(children[0], 1);
     kill(s.pid, SIGTERM);
     finish(s, now_ms());
-    usleep(100000);
+    for (int tries = 0; tries < 1000 && !gone(children[0]); tries++) { usleep(2000); }
     CHECK(gone(children[0]));
+    CHECK(gone(rank));
+    CHECK(temporary.files().empty());
 }
 TEST_CASE("ranks: a place that cannot be taken is not given back") {
     struct None : Places {
