@@ -483,17 +483,13 @@ TEST_CASE("accounting: where nothing fits") {
     CHECK_THROWS_WITH(cmd_communication_accounting(o),
                       "--tokens: got 10828, takes fewer than 10828");
 }
-TEST_CASE("answers communication: communication_accounting names a split that exists") {
-    Options o = {};
-    o.d_model = 16384;
-    o.d_ff = 53248;
-    o.num_layers = 126;
-    o.fsdp = 16;
-    o.tp = 4;
-    o.tokens = 2048;
-    o.tflops = 460;
-    o.bandwidth_gb = 180;
-    check_says(printed([&] { cmd_communication_accounting(o); }),
-               {"the least batch with X Y = 64 is 259.3 tokens per chip, with (X, Y) = (8, 8).",
-                "if X could be 2 alpha N / (M_Y F) = 6.1."});
+// With 8 chips (d)'s bound would need 10.4 along one axis and 0.8 of a chip along the other.
+TEST_CASE("accounting: a bound that no split reaches is not told") {
+    Options o = xxl();
+    o.fsdp = 2;
+    const string answers = csv_of(cmd_communication_accounting, o);
+    check_calcs_say(answers,
+                    {"the least batch with X Y = 8 is 259.3 tokens per chip, with (X, Y) = "
+                     "(1, 8). Fewer bytes"});
+    CHECK(!has(answers, "It would be"));
 }
