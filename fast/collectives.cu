@@ -59,8 +59,8 @@ static void connect(const Communicator& c) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
 #ifdef NCCL_CTA_POLICY_ZERO
     config.CTAPolicy = NCCL_CTA_POLICY_ZERO;  // copy engines, wherever they can do it
-    // From NCCL 2.28.7 on copies between windows go from card to card even where this variable is
-    // set, with which a user asks that nothing does.
+    // With this variable a user asks that no bytes go from card to card. From NCCL 2.28.7 on copies
+    // between windows would go that way all the same.
     if (!getenv("NCCL_P2P_DISABLE")) { windows = make_shared<Windows>(); }
 #endif
     NCCL_CHECK(ncclGetVersion(&version));
