@@ -743,8 +743,8 @@ string compared(const AttentionRuns& runs, AttentionPass pass) {
         fit++;
         const Stats &other = r.other.ms[pass], &naive = r.naive.ms[pass];
         const double factor = naive.median / other.median;
-        // level() looks at means. Where a few late passes turn them round, the medians, which the
-        // table has, tell the opposite.
+        // level() compares means, the table shows medians. A few late passes can turn the means
+        // round: then the two disagree, and neither is told.
         const bool agree = (factor > 1) == (other.mean < naive.mean);
         if (!agree || level(other, naive) != "") { continue; }
         factors.push_back(factor);

@@ -169,7 +169,9 @@ static void start_gather(Fsdp& fsdp, int i) {
     const FsdpUnit& unit = fsdp.units[i];
     const bool casts = unit.weights.dtype != unit.own.dtype;
     if (casts) {
-        wait(fsdp.c, fsdp.gathers[i % 2]);  // a checkpoint may have turned without waiting for it
+        // Where a checkpoint's second run has begun, nobody has waited for the last gather into
+        // this buffer.
+        wait(fsdp.c, fsdp.gathers[i % 2]);
         copy_or_add(own_part(fsdp, unit, unit.weights), unit.own, false);
     }
     // A cast has put this rank's part into the buffer. Else the gather reads it from the shard.

@@ -618,6 +618,8 @@ static int run_command(const vector<string>& words) {
 // Answers --help and --version; all other words are a command's. Returns the exit code.
 int main(int argc, char** argv) {
     // If stdout or stderr is closed, the next file to be opened would take its number and our text.
+    // So /dev/full takes the number. Where there is no such file, -1 is a large number and ends
+    // this.
     while ((unsigned)open("/dev/full", O_RDWR) < 2) {}
     // Whoever started us may ignore SIGCHLD; waitpid() would then find no children.
     signal(SIGCHLD, SIG_DFL);

@@ -197,7 +197,8 @@ int launch_ranks(int n, const vector<string>& arguments, double timeout_s) {
         }
     }
     remove_folder_of_ranks();
-    // A signal may also have come since, or after the ranks, which it ended, were looked at.
+    // The signal may have come after the loop. Or the ranks got it, too, and the loop saw their end
+    // first.
     if (const int number = end_signal_seen()) { exit_code = 128 + number; }
     catch_end_signals(false);
     return exit_code;
