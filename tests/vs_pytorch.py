@@ -75,7 +75,8 @@ p.add_argument("--attention", action="store_true", help="attention against two o
 p.add_argument("--no_model", action="store_true", help="without the model's table")
 p.add_argument("--torch_compile", action="store_true", help="problem 1.3: attention and the model, eager and compiled")
 p.add_argument("--joined", action="store_true", help="PyTorch's model has one matrix for q, k, v, and one for w1, w3")
-p.add_argument("--fsdp", action="store_true", help="2026's 7 and 9: steps on two GPUs against FSDP2's, too")
+p.add_argument("--fsdp", nargs="?", const=["xl", "8B"], type=several(["xl", "8B"]), metavar="S",
+               help="2026's 7 and 9: steps on two GPUs against FSDP2's, too; of xl,8B")
 p.add_argument("--passes", type=whole, default=100, metavar="N", help="of attention in --torch_compile, default 100")
 p.add_argument("--program", default="./cs336", metavar="FILE", help="ours, default ./cs336")
 p.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default cuda")
@@ -530,6 +531,7 @@ def attention_table():
 def fsdp_table():
     rows = []
     for case in FSDP_CASES:
+        if not o.quick and case.name.split()[0] not in o.fsdp: continue
         for precision in case.precisions:
             what = f"{case.name} {precision}"
             options = ["--edition", "2026", "--precision", precision] + ["--quick"] * o.quick
