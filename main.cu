@@ -533,6 +533,7 @@ static int cmd_reproduce(const Options& o) {
 
         note("%s", path.c_str());
         try {
+            replace_file(path, nullptr);  // fails before the work if the file cannot be written
             save_file(path, run_ourselves(words));
         } catch (const Failure& failure) {
             note("%s", failure.what());

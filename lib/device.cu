@@ -708,12 +708,12 @@ static atomic<int> end_signal{0};
 
 static void take_end_signal(int number) {
     end_signal = number;
-    signal(number, SIG_DFL);  // the same one again ends us at once
+    if (number == SIGINT) { signal(number, SIG_DFL); }  // a second Ctrl-C ends us at once
 }
 // Catches the signals that end a process, or no longer catches them.
 void catch_end_signals(bool caught) {
     end_signal = 0;
-    for (int number : {SIGINT, SIGTERM, SIGHUP}) {
+    for (int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) {
         // A signal that was ignored stays so: nohup wants it.
         const sighandler_t before = signal(number, caught ? take_end_signal : SIG_DFL);
         if (before == SIG_IGN) { signal(number, SIG_IGN); }
@@ -784,11 +784,9 @@ string run_ourselves(const vector<string>& arguments) {
     });
     close(ends[1]);
 
-    FILE* output = fdopen(ends[0], "r");
-    if (!output) { fail("fdopen: %s", strerror(errno)); }
     string text;
-    for (int c; (c = fgetc(output)) != EOF;) { text += (char)c; }
-    fclose(output);
+    for (char c; read(ends[0], &c, 1) == 1;) { text += c; }
+    close(ends[0]);
 
     int status = -1;  // where waitpid fails
     waitpid(child, &status, 0);

@@ -325,8 +325,9 @@ string level(const Stats& a, const Stats& b, const string& with = "");
 vector<double> time_ms(int warmup, int n, const Job& f);
 vector<double> time_queued_ms(int warmup, int n, const Job& prepare, const Job& f);
 
-// While they are caught, the first SIGINT, SIGTERM or SIGHUP does not end the program: the work
-// looks at end_signal_seen() now and then, and ends in order. The same one again ends it at once.
+// While they are caught, SIGINT, SIGTERM, SIGHUP and SIGQUIT do not end the program: the work looks
+// at end_signal_seen() now and then, and ends in order. A second SIGINT ends it at once; a second
+// SIGTERM does not, since `timeout` sends two.
 void catch_end_signals(bool caught);
 int end_signal_seen();  // the signal's number; 0: none came
 // Replaces a file as a whole: `write` fills a temporary one beside it, which then takes its name.

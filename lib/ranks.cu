@@ -103,6 +103,11 @@ static void remove_folder_of_ranks() {
     if (!folder_of_ranks.empty()) { std::filesystem::remove_all(folder_of_ranks, ignored); }
 }
 
+static string temporary_folder() {
+    const char* named = getenv("TMPDIR");
+    return named && *named ? named : "/tmp";
+}
+
 // Starts rank r of n, which gets its share of the cores, and returns its process.
 static pid_t start_rank(int r, int n, const vector<string>& arguments) {
     return start_ourselves(arguments, [&] {
@@ -161,7 +166,7 @@ static int look_at(LaunchedRank& rank, int r, double tick, double timeout_s, str
 // it kills the rest, which would wait for that rank until --timeout. Returns 0, or the exit code of
 // the first that failed.
 int launch_ranks(int n, const vector<string>& arguments, double timeout_s) {
-    folder_of_ranks = (std::filesystem::temp_directory_path() / "cs336-XXXXXX").string();
+    folder_of_ranks = temporary_folder() + "/cs336-XXXXXX";
     if (!mkdtemp(folder_of_ranks.data())) {
         fail("%s: %s", folder_of_ranks.c_str(), strerror(errno));
     }
@@ -172,10 +177,11 @@ int launch_ranks(int n, const vector<string>& arguments, double timeout_s) {
     for (int r = 0; r < n; r++) { ranks.push_back({start_rank(r, n, arguments)}); }
 
     int exit_code = 0;
+    string first_why;  // the first reason counts
     auto end_all = [&](int code, const string& why) {
-        if (exit_code == 0) {  // the first reason counts
+        if (exit_code == 0) {
             exit_code = code;
-            if (!why.empty()) { note("cs336: %s", why.c_str()); }
+            first_why = why;
         }
         for (const LaunchedRank& rank : ranks) {
             if (rank.pid) { kill(rank.pid, SIGKILL); }  // which also ends a stopped one
@@ -184,8 +190,7 @@ int launch_ranks(int n, const vector<string>& arguments, double timeout_s) {
 
     double last = now_ms();
     for (int left = n; left > 0; usleep(5000)) {
-        // main() then ends by this signal itself.
-        if (const int number = end_signal_seen()) { end_all(128 + number, ""); }
+        if (end_signal_seen()) { end_all(1, ""); }
         const double tick = tick_ms(&last);
         left = 0;
         for (int r = 0; r < n; r++) {
@@ -197,8 +202,10 @@ int launch_ranks(int n, const vector<string>& arguments, double timeout_s) {
         }
     }
     remove_folder_of_ranks();
+    // Only now, since a closed stderr ends us by SIGPIPE.
+    if (!first_why.empty()) { note("cs336: %s", first_why.c_str()); }
     // The signal may have come after the loop. Or the ranks got it, too, and the loop saw their end
-    // first.
+    // first. main() then ends by this signal itself.
     if (const int number = end_signal_seen()) { exit_code = 128 + number; }
     catch_end_signals(false);
     return exit_code;
@@ -225,7 +232,7 @@ static string parent_of_ranks() {
 // sets folder_of_ranks. Fails if it is not ours alone, or holds what an earlier job has left.
 static void make_folder_of_ranks(const Identity& me) {
     const char* named = getenv(RENDEZVOUS);
-    string folder = named ? named : std::filesystem::temp_directory_path().string();
+    string folder = named ? named : temporary_folder();
     folder += "/cs336-" + to_string(getuid());
     if (!named) { folder += "-" + parent_of_ranks(); }
     folder += me.job;

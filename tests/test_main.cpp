@@ -231,6 +231,13 @@ TEST_CASE("main: reproduce fails where a problem fails, and goes on") {
     CHECK(has(run_cs336({"reproduce", "tp_calcs", "--quick"}).err,
               "--out: is required on a CPU and with --quick"));
 }
+TEST_CASE("main: reproduce tries to write a file before the work") {
+    Run r = run_cs336({"reproduce", "naive_ddp", "--device", "cpu", "--out", "/proc"});
+    CHECK(r.exit_code == 1);
+    CHECK(has(r.err, "/proc/naive_ddp.md: cannot be written"));
+    CHECK(!has(r.err, "ranks connected"));
+    CHECK(!has(r.err, "gloo"));
+}
 TEST_CASE("main: reproduce keeps a file of this commit, device, sizes and format only") {
     begin_on(CPU);
     const string device = device_description(), text = "fsdp; " + device + "; commit abc1234\n";

@@ -4,6 +4,7 @@
 #include "test.h"
 
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -290,13 +291,20 @@ TEST_CASE("NCCL: a rank that is killed, or stalls, ends all, too") {
 }
 TEST_CASE("ranks: signals to the launcher reach all, and no rank outlives it") {
     if (lacks("gloo", CPU, 3)) { return; }
-    for (int number : {SIGTERM, SIGINT, SIGKILL}) {
+    const rlimit no_core{0, 0};
+    setrlimit(RLIMIT_CORE, &no_core);
+    for (int number : {SIGTERM, SIGINT, SIGQUIT, SIGKILL}) {
+        CAPTURE(number);
         Folder temporary;  // a launcher that is killed cannot remove its folder
         Started s = start(long_run(), {"TMPDIR=" + temporary.path});
         vector<pid_t> ranks;
         for (int r = 0; r < 3; r++) { ranks.push_back(rank_of_launcher(s.pid, r)); }
         usleep(300000);
         kill(s.pid, number);
+        if (number == SIGTERM) {  // `timeout` sends two
+            usleep(1000);
+            kill(s.pid, number);
+        }
         Ended e = finish(s, now_ms());
         CHECK(e.signal == number);
         usleep(100000);
@@ -311,6 +319,11 @@ TEST_CASE("ranks: who closes the pipe gets no complaint") {
     INFO(r.out);
     CHECK(!has(r.out, "Broken pipe"));
     CHECK(has(r.out, "2 ranks connected"));
+
+    // Without a GPU rank 0 tells that it took gloo, and dies of that. The folder goes all the same.
+    Folder temporary;
+    run_shell("(sleep 0.2; TMPDIR=" + temporary.path + " " + program() + " naive_ddp) 2>&1 | true");
+    CHECK(temporary.files().empty());
 }
 
 // The ranks' results go through a file, which would be opened as number 2.
@@ -417,6 +430,13 @@ TEST_CASE(
     CHECK(has(e.err, "/no/such/cs336-"));
     CHECK(has(e.err, "No such file or directory"));
     CHECK(has(e.err, "CS336_RENDEZVOUS names the one above"));
+
+    Started no_folder = start({"naive_ddp", "--device", "cpu"}, {"TMPDIR=/no/such"});
+    e = finish(no_folder, no_folder.at_ms);
+    CHECK(e.exit_code == 1);
+    CHECK(has(e.err, "/no/such/cs336-"));
+    Started empty = start({"naive_ddp", "--quick", "--device", "cpu"}, {"TMPDIR="});
+    CHECK(finish(empty, empty.at_ms).exit_code == 0);
 }
 TEST_CASE("ranks: the folder is its owner's alone, and gone when the job is") {
     if (lacks("gloo", CPU, 2)) { return; }
