@@ -476,7 +476,7 @@ class Attention:
         try: arguments = [*inspect.signature(yours.forward if function else yours).parameters.values()][function:]
         except (ValueError, TypeError): arguments = []
         many = not arguments or any(a.kind == a.VAR_POSITIONAL for a in arguments)
-        self.masked = len(arguments) > 3 and "mask" in arguments[3].name
+        self.masked = not function and len(arguments) > 3 and "mask" in arguments[3].name
         self.keyword = next((a.name for a in arguments if a.kind == a.KEYWORD_ONLY and "causal" in a.name), None)
         self.takes_causal = many or len(arguments) > 3
 
@@ -514,10 +514,11 @@ def run_attention(attention, q, k, v, do, causal, lse, yours):
     lse, yours["o"] = saved_lse(o, lse.to(o.device), causal), o.detach()
     if lse is not None: yours["lse"] = lse
     if o.grad_fn is None: raise Usage("backward is not there: the output has no grad_fn", NOT_YET)
-    with your_code("backward"): o.backward(do)
+    own = do.clone()
+    with your_code("backward"): o.backward(own)
     if all(t.grad is None for t in qkv): raise Usage("backward returns no gradients", NOT_YET)
     yours |= {name: t.grad for name, t in zip(("dq", "dk", "dv"), qkv)}
-    return [name for name, t, own in zip("qkv", qkv, (q, k, v)) if not torch.equal(t, own)]
+    return [name for name, t, old in zip(["q", "k", "v", "do"], [*qkv, own], (q, k, v, do)) if not torch.equal(t, old)]
 
 
 def attention_causes(attention, yours, numbers, inputs, causal, precision):
@@ -534,7 +535,7 @@ def attention_causes(attention, yours, numbers, inputs, causal, precision):
     else:
         given, mistakes = {name: t for name, t in yours.items() if name[0] == "d"}, formulas.backward_mistakes()
         run = lambda see, **wrong: formulas.backward_with(see, q, k, v, do, causal, **wrong)
-        if precision == "bf16" or any(t is None for t in given.values()): return [], None
+        if precision == "bf16" or any(t is None for t in given.values()): return None
     return likely_causes(mistakes, run, given)
 
 
@@ -578,7 +579,8 @@ def check_attention(attention, precision="fp32", context_length=128, head_size=6
         rows += [["yes" if causal else "no", name, f"{x:.1e}", word(x)] for name, x in numbers.items()]
         if not bad or unmasked: continue
         wrong[causal] = yours, numbers
-        more |= {f"{name}:{said}": True for name, t in yours.items() if (said := not_finite(t))}
+        more |= {f"{name}:{said}": True for name, t in yours.items() if t is not None and (said := not_finite(t))}
+        more |= {f"backward returns None for {name}": True for name, t in yours.items() if t is None}
     broken = [e for e in lacks.values() if e.word != NOT_YET]
     if not rows: raise [*broken, *lacks.values()][0]
     if precision == "fp32" and here == "cpu" and not wrong:
@@ -595,9 +597,10 @@ def check_attention(attention, precision="fp32", context_length=128, head_size=6
         print("DIFFERS, " + " and ".join("causal" if causal else "not causal" for causal in wrong) + ".")
         for causal in sorted(wrong):  # a mistake that is no mask's shows without a mask; a mask's is seen only where it is used
             with matmuls("fp32"): found = attention_causes(attention, *wrong[causal], inputs, causal, precision)
-            if found[0]: break
+            if found and found[0]: break
         else: causal = min(wrong)
-        say_cause(*found, "Attention by its formula", functools.partial(unseen_in_attention, attention, inputs, causal))
+        if found: say_cause(*found, "Attention by its formula", functools.partial(unseen_in_attention, attention, inputs, causal))
+        elif precision == "bf16": print("What is wrong with a gradient is looked for in fp32: leave out --precision bf16.")
         worst = max(x for _, numbers in wrong.values() for x in numbers.values())
         if here == "cuda" and precision == "fp32" and worst <= BOUNDS["tf32"]:
             print("It is of TF32's size: for fp32, tl.dot takes input_precision='ieee'. --precision tf32 allows it")

@@ -403,16 +403,20 @@ def tiled(q, k, v, causal, size, wrong):
         if wrong == "diagonal": s = s.masked_fill(column // B >= (row // B).clamp(min=1), -math.inf)
         new = torch.maximum(m, s.amax(-1, keepdim=True))
         p, old = (s - new).exp(), (m - new).exp()
+        if wrong == "order": old = torch.ones_like(old)
         l = (l if wrong == "l" else old * l) + p.sum(-1, keepdim=True)
         o = (o if wrong == "o" else o / old if wrong == "inverse" and j else old * o) + p @ v[..., j:j + B, :]
+        if wrong == "each": o = o / l
         m = s.amax(-1, keepdim=True) if wrong == "max" else new
-    return o if wrong == "norm" else o / l
+    return o if wrong in ("norm", "eachonly") else o / l
 
 
 def tile_mistakes(causal):
     words = {"o": "O is not multiplied by exp(m_old - m_new) when the maximum grows",
              "l": "l is not multiplied by exp(m_old - m_new) when the maximum grows",
              "inverse": "O is divided by exp(m_old - m_new) instead of multiplied",
+             "order": "m is overwritten before exp(m_old - m_new), which is 1 then: neither O nor l is multiplied by it",
+             "each": "O is divided by l at each tile, and not only at the end",
              "max": "m is the tile's maximum instead of the largest so far", "norm": "O is not divided by l at the end",
              "first": "only the first tile of keys is read", "last": "the last tile of keys is left out",
              "rest": "the last keys, no whole tile, are left out"}
@@ -516,6 +520,11 @@ def backward_mistakes():
     yield dict(power=0), "dQ and dK lack the factor 1/sqrt(D)"
     yield dict(power=2), "dQ and dK have the factor 1/sqrt(D) twice"
     yield dict(alone=True), "each batch gets what is the first one's gradient"
+    for B in (16, 32, 64, 128):
+        at = f"[..., {-B}:"
+        for line, words in ((f"dQ = dS{at}] @ k{at}, :] * scale", "dQ"), (f"dK = dS{at}, :].mT @ q{at}, :] * scale", "dK"),
+                            (f"dV = P{at}, :].mT @ dO{at}, :]", "dV")):
+            yield dict(formula=rewritten(backward, line)), f"{words} is the last tile's alone: it is = instead of += (tiles of {B})"
     yield from mistakes_in(formula=backward)
 
 
@@ -568,6 +577,16 @@ REWRITTEN = [
     (backward, "P = exp(S - (L - m)) * seen", "backward subtracts log l instead of L = m + log l"),
     (backward, "dV = (exp(S - m) * seen).mT @ dO", "dV takes exp(S - m), which is not divided by l, instead of P"),
     (lse_of, "return m / math.log(2) + torch.log2(l)", "the saved logsumexp is in base 2; L is ln 2 times that"),
+    (lse_of, "return m + torch.log2(l)", "the saved logsumexp is m + log2(l); L = m + log l"),
+    (attend, "masked = where(seen, scores, -math.inf)", "the causal mask is there without is_causal, too"),
+    (attend, "scores = q @ k.mT / q.shape[-2] ** 0.5", "scores are divided by the root of the sequence's length, and not of D"),
+    (backward, "P = exp(S - L) * seen * torch.ones_like(S).tril(-1)", "backward's causal mask is off by one: a query does not see its own key"),
+    (backward, "P = exp(S - L) * torch.ones_like(S).tril(1)", "backward's causal mask is off by one: a query sees the key after its own"),
+    (backward, "dV = P.mT @ dO * scale", "dV has the factor 1/sqrt(D), which only dQ and dK have"),
+    (backward, "P = exp(S * scale - L) * seen", "dQ = dS @ k * scale ** 2", "dK = dS.mT @ q * scale ** 2", "backward's scale is 1/D instead of 1/sqrt(D)"),
+    (backward, "P = exp(S / scale - L) * seen", "dQ = dS @ k", "dK = dS.mT @ q", "backward's scale is 1 instead of 1/sqrt(D)"),
+    (backward, "P = exp(q @ v.mT * scale - L) * seen", "dP = dO @ k.mT", "dQ = dS @ v * scale", "backward takes k and v out of saved_tensors in the wrong order"),
+    (backward, "P = exp(S * scale - L) * seen", "dK = dS.mT @ q * scale ** 2", "backward multiplies by the scale a q that has it already"),
     (lse_of, "return m", "the saved tensor is not the logsumexp but only the scores' maximum"),
     (lse_of, "return l", "the saved tensor is l; L = m + log l"),
     (lse_of, "return log(l)", "the saved tensor is log l; L = m + log l"),

@@ -3,7 +3,7 @@
 Each case forks its ranks. What they give is compared with the same steps on the whole batch here. A rank that hangs is
 ended, and its place is said. The interfaces are those of the course's tests, 2025's and 2026's."""
 import contextlib, datetime, faulthandler, functools, gc, inspect, math, multiprocessing, os, pathlib, pickle
-import re, sys, tempfile, time
+import re, signal, sys, tempfile, time
 from multiprocessing import connection
 import torch
 import torch._dynamo  # optimizers import it, which takes a second; so it is here before the ranks are forked
@@ -43,12 +43,14 @@ class Watch(TorchDispatchMode):
                 self.delay = 0
             tensors = [t for part in args[1::-1] for t in tree_leaves(part) if isinstance(t, torch.Tensor)]
             if tensors: self.sent.append((self.phase, name, tensors[0].dtype, tensors[0].numel()))
-            if name in self.ALIKE: print(name.strip("_"), "of", *(list(t.shape) for t in tensors), file=self.file)
+            root = [f"from rank {args[2]}"] if name == "broadcast_" else []
+            if name in self.ALIKE: print(name.strip("_"), "of", *(list(t.shape) for t in tensors), *root, file=self.file)
         if self.measure and (function.namespace == "c10d" or name == "mm"): self.peak = max(self.peak, self.measure())
         return function(*args, **(kwargs or {}))
 
 
 def rank_main(work, rank, world, folder, seconds):
+    signal.alarm(seconds + 5)  # which ends this rank also if check.py itself was killed
     gc.freeze()  # its garbage collector passes over what is here already
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1), os.dup2(null, 2)
@@ -80,11 +82,12 @@ def on_ranks(work, world, seconds):
         ended = connection.wait([rank.sentinel for rank in ranks], seconds)
         for rank in ranks: rank.join(1 if ended else 0)  # where one has ended, the others end soon, or wait in vain
         alive = [rank.is_alive() for rank in ranks]
-        for rank in ranks:
-            rank.kill()
-            rank.join()
-        for rank in range(world):  # there is no file, or a part of one, of a rank that was ended
+        # Read before any rank is killed: those that wait for it would raise that it is gone.
+        for rank in range(world):
             with contextlib.suppress(Exception): results[rank] = pickle.loads((folder / f"result{rank}").read_bytes())
+        died = [rank for rank in range(world) if not alive[rank] and rank not in results]
+        for rank in ranks: rank.kill()
+        for rank in ranks: rank.join()
         failures = [(at, result) for at, result in results.values() if isinstance(result, Usage)]
         if len(results) == world and not failures: return [results[rank][1] for rank in range(world)]
         sent = [path.read_text().splitlines() for path in sorted(folder.glob("sent*"))]
@@ -93,10 +96,10 @@ def on_ranks(work, world, seconds):
             rank, text = next((rank, text) for rank, text in enumerate(texts) if text != texts[0])
             raise Usage(f"the ranks do not send the same in the same order: collective {n} is {texts[0]} on rank 0, "
                         f"and {text} on rank {rank}", "fails")
-        if failures: raise min(failures, key=lambda failure: failure[0])[1]
         hanging = [rank for rank in range(world) if alive[rank] and rank not in results]
-        for rank in set(range(world)) - {*results, *hanging}:
+        for rank in died:
             raise Usage(f"rank {rank} ended by signal {-ranks[rank].exitcode}: do the ranks send different sizes?")
+        if failures: raise min(failures, key=lambda failure: failure[0])[1]
         frames = re.findall(r'File "(.*)", line (\d+) in (\w+)', (folder / f"where{hanging[0]}").read_text())
         ended = f", while rank {min(results)} has ended" if results else ""
         raise Usage(f"rank {hanging[0]} hangs{check.place_of(frames[::-1])}{ended}", "hangs")
@@ -125,7 +128,7 @@ def method(wrapper, wanted, pattern, what):
 def full_weights(yours, wrapper):
     full = beside(yours, "_gather_full_params", wrapper)
     if not full: full = [method(wrapper, "gather_full_params", "gather.*param|full", "to return all weights by name")()]
-    return {check.staff_name(name): t.detach().clone() for name, t in full[0].items()}
+    return {name.replace("_orig_mod.", ""): t.detach().clone() for name, t in full[0].items()}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -139,7 +142,7 @@ class Toy(nn.Module):
         if case == "tied weights": self.fc[5].weight = self.fc[2].weight
         if case == "frozen parameters": self.fixed = nn.Parameter(torch.randn(8), requires_grad=False)
         if case == NO_GRADIENT: self.unused = nn.Linear(8, 8)
-        if case == "a buffer": self.register_buffer("shift", torch.randn(8))
+        if case == BUFFER: self.register_buffer("shift", torch.randn(8))
 
     def forward(self, x):
         for name in ("fixed", "shift"): x = x + getattr(self, name, 0)
@@ -216,10 +219,12 @@ def together(causes, *words):
     return [(in_words(names, causes, *words), cause) for cause, names in names_of.items()]
 
 
-def kind_of_gradient(g, own, last, before, bound, rounded):
+def kind_of_gradient(g, own, last, before, bound, rounded, first):
     """What g is instead of the mean; None: it is that. The first axis is the ranks. own: each rank's gradient; last: of
-    its second half; before: what g was at the step before; rounded: the type of 16 bits in which it is sent, if any"""
+    its second half; before: what g was at the step before; rounded: the type of 16 bits in which it is sent, if any;
+    first: each rank's gradient at the first step's matrices"""
     n, total = len(own), own.sum(0)
+    rows = torch.cat([t.flatten().tensor_split(n)[i] for i, t in enumerate(own)]).view_as(own[0])
     near = lambda right, bound=bound: apart(g, right.expand_as(g)) <= bound
     kinds = {None: total / n, "is the sum over the ranks instead of the mean": total, "is zero or None": total * 0,
              "is the sum over the ranks divided by 2, and not by their number": total / 2,
@@ -229,6 +234,9 @@ def kind_of_gradient(g, own, last, before, bound, rounded):
              "is divided by the number of ranks twice": total / n ** 2,
              "is added up twice, as a weight used twice may be": total * 2,
              "is the last backward's alone: what was there before it is lost": last.sum(0) / (2 * n),
+             "is each rank's own rows of its own gradient: nothing is added": rows,
+             "is each rank's own rows of its own gradient, divided by the number of ranks: nothing is added": rows / n,
+             "is that of the first step's weights: forward does not see what the optimizer has changed": first.mean(0),
              "is still that of the step before": before, "is added to that of the step before": total / n + before}
     for kind, right in kinds.items():
         if near(right): return kind
@@ -267,20 +275,30 @@ def train(kind, rank, world, watch, yours, case):
         raise Usage("wrapper.parameters() does not give the module's: is it an nn.Module that has it as an attribute?",
                     "fails")
     share = functools.partial(held_share, wrapper, own) if kind == "fsdp" else float
+    gc.collect()
     out = {"own": own, "late": [], "causes": causes, "held": {"before the first step": share()}}
     parameters = lambda: {check.staff_name(name): p for name, p in wrapper.named_parameters()}
     matrices = [name for name, t in own.items() if t.dim() == 2 and kind == "fsdp"]
     whole = [name for name, p in parameters().items() if name in matrices and p.numel() > 0.6 * own[name].numel()]
     if whole: causes.append((in_words(whole, matrices, "the weights"), "are not sharded: each rank has all of them"))
+    narrow = [name for name, p in parameters().items() if p.dtype != torch.float32]
+    if narrow:
+        causes.append((few(narrow), f"is {str(parameters()[narrow[0]].dtype).removeprefix('torch.')}; "
+                                    "the weights that the optimizer steps stay float32"))
     out["weights"] = [own if kind == "fsdp" else named(inner)]
+    with contextlib.suppress(Exception):  # which may be able to gather only after a step
+        full = full_weights(yours, wrapper) if kind == "fsdp" else {}
+        other = [name for name, t in full.items() if name in own and t.shape == own[name].shape and apart(t, own[name]) > BOUND]
+        if other: causes.append(("before the first step", f"gather_full_params() does not give the module's {few(other)}"))
+    full = None  # or it would count as held
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=RATE)
     parts = list(zip(*(t.chunk(2 if case in TWICE else 1) for t in (x, y))))
     for step in range(STEPS):
         watch.delay = 0.3 if case == "a late rank" and rank == 1 and step == 0 else 0
+        beside(yours, "_on_train_batch_start", wrapper, optimizer)  # before zero_grad(), as in the public test
         optimizer.zero_grad()
         for group in [parts] if case == "two forwards" else [[part] for part in parts]:
             watch.phase = "forward"
-            beside(yours, "_on_train_batch_start", wrapper, optimizer)
             loss = sum(loss_of(wrapper, *part) for part in group) / len(parts)
             if step == 0: out["held"]["before backward"] = share()
             watch.phase, start = "backward", named(inner) if kind == "ddp" else {}
@@ -337,9 +355,12 @@ def compare_training(kind, case, results):
                                for rank, w in enumerate(weights)]) for part in (lambda t: t, lambda t: t.chunk(2)[1]))
         yours = of_ranks([{name: (w[step][name] - w[step + 1][name]) / RATE for name in own} for w in weights])
         worst = max(worst, *(apart(g, own[name].mean(0).expand_as(g)) for name, g in yours.items()))
-        causes = {name: kind_of_gradient(g, own[name], last[name], before.get(name, g * 0), bound, rounded)
+        matrices = [w[step] | {name: t for name, t in w[0].items() if t.dim() > 1} for w in weights]
+        first = of_ranks([gradients_at(model, w, *batch(kind, rank, len(weights)), dtype) for rank, w in enumerate(matrices)])
+        causes = {name: kind_of_gradient(g, own[name], last[name], before.get(name, g * 0), bound, rounded, first[name])
                   for name, g in yours.items()}
         causes |= dict.fromkeys(late, "changes after finish...(): it returns before the gradient is averaged")
+        if step: causes = {name: cause and f"{cause}, from step {step + 1} on" for name, cause in causes.items()}
         said, before = said or together(causes, "every gradient", "the gradient of "), yours
     change = lambda w, name: w[name] - start[name]
     far = lambda right: max(apart(change(w[-1], name), change(right, name)) for w in weights for name in own)
@@ -466,10 +487,10 @@ def compare_sharded(kind, case, results):
     def cause_of(name):
         mine = [[w[name] for w in r["weights"][1:]] for r in results]
         are = lambda steps: [all(apart(w, s[name]) <= 1e-5 for w, s in zip(m, steps)) for m in mine]
-        new, old = are(right), are([start] * STEPS)
-        if all(new): return None
+        new, old = are(right[:1]), are([start])
+        if all(are(right)): return None
         if name not in learnt: return "changes, and needs no gradient"
-        if all(old): return "never changes: no rank has it, or it is sent from a rank that does not"
+        if all(are([start] * STEPS)): return "never changes: no rank has it, or it is sent from a rank that does not"
         if any(new) and any(old): return "is not sent to the other rank after the step"
         for cause, steps in wrong.items():
             if all(are(steps)): return cause
@@ -494,9 +515,9 @@ def compare_sharded(kind, case, results):
 
 CASES = ["plain", "tied weights", "frozen parameters"]
 TWICE = ["two backwards", "two forwards"]
-NO_GRADIENT = "a parameter without gradient"
+NO_GRADIENT, BUFFER = "a parameter without gradient", "a buffer"
 KINDS = {"ddp": (train, compare_training,
-                 [*CASES, "a buffer", "three ranks", "two backwards", "a late rank", NO_GRADIENT],
+                 [*CASES, BUFFER, "three ranks", "two backwards", "a late rank", NO_GRADIENT],
                  ["weights at the start", "gradients", f"weights after {STEPS} steps", f"bound {BOUND:g}"]),
          "sharded": (step_sharded, compare_sharded,
                      [*CASES, "a schedule", "two groups", "add_param_group", NO_GRADIENT],
@@ -505,7 +526,8 @@ KINDS = {"ddp": (train, compare_training,
                   ["held: at rest, peak, after forward", "gradients", f"weights after {STEPS} steps", "verdict"])}
 MORE = {NO_GRADIENT: " This does not count: the public tests do not try it."}
 MORE |= dict.fromkeys(("two groups", "add_param_group"), " The handout asks for this; the public tests do not try it.")
-MORE |= dict.fromkeys(("a schedule", "a buffer", "three ranks", *TWICE), " The public tests do not try it.")
+MORE[BUFFER] = " This does not count: the handout asks for the parameters."
+MORE |= dict.fromkeys(("a schedule", "three ranks", *TWICE), " The public tests do not try it.")
 
 
 def check_ranks(kind, yours, seconds):
@@ -522,7 +544,7 @@ def check_ranks(kind, yours, seconds):
             word = "hangs" if e.word == "hangs" else "fails"
             if case == cases[0] and e.word not in ("hangs", "fails"): raise
             cells, ok, said, more = "-" * (len(columns) - 1), False, [("", str(e))], []
-        counts = case != NO_GRADIENT and not (case in TWICE and word == "fails")
+        counts = case not in (NO_GRADIENT, BUFFER) and not (case in TWICE and word == "fails")
         rows.append([case, *cells, word if ok or counts else "not asked"])
         good = good and (ok or not counts)
         for whose, what in said: lines.setdefault((what, counts), []).append((case, whose))

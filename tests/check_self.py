@@ -332,6 +332,13 @@ MISTAKES = [
     ("attention", "do @ v.mT - delta", "do @ v.mT - delta.mT", "subtracts D along the keys"),
     ("attention", "return ds @ k, ds.mT @ q", "return ds @ q, ds.mT @ k", "`dQ = dS @ q * scale` instead of `dQ = dS @ k * scale`; `dK = dS.mT @ k * scale`"),
     ("attention", "ds.mT @ q", "ds @ q", "dK is dS Q"),
+    ("attention", "if ctx.causal: p = p.tril()", "if ctx.causal: p = p.tril(-1)", "backward's causal mask is off by one: a query does not see its own key"),
+    ("attention", "L = s.logsumexp(-1)", "L = s.amax(-1) + (s - s.amax(-1, keepdim=True)).exp().sum(-1).log2()", "the saved logsumexp is m + log2(l)"),
+    ("attention", "p.mT @ do", "p.mT @ do * ctx.scale", "dV has the factor 1/sqrt(D)"),
+    ("attention", "p.mT @ do", "None", "backward returns None for dv"),
+    ("attention", "scale = q.shape[-1] ** -0.5", "scale = q.shape[-2] ** -0.5", "the root of the sequence's length"),
+    ("attention", "delta = ", "do.mul_(1.001); delta = ", "attention changes its input do"),
+    ("attention", "return ds @ k,", "return ds[..., -16:] @ k[..., -16:, :],", "dQ is the last tile's alone: it is = instead of += (tiles of 16)"),
     ("attention", "p.mT @ do", "p @ do", "dV is P dO"),
     ("attention", "L = s.logsumexp(-1)", "L = s.amax(-1)", "only the scores' maximum"),
     ("adamw", 'group["lr"], group["betas"]', 'self.defaults["lr"], group["betas"]', "lr: read once; what is changed in param_groups later does nothing"),
@@ -380,7 +387,8 @@ MISTAKES = [
     ("model", "scores = scores.masked_fill(", "scores = (scores + 0.1 * scores ** 2).masked_fill(", "gives our softmax, then values"),
 ]
 for mistake, words in [("o", "O is not multiplied by exp(m_old - m_new)"), ("l", "l is not multiplied by exp(m_old - m_new)"), ("max", "m is the tile's maximum"),
-                       ("first", "only the first tile of keys is read"), ("norm", "O is not divided by l")]:
+                       ("first", "only the first tile of keys is read"), ("norm", "O is not divided by l"),
+                       ("order", "m is overwritten before exp(m_old - m_new)"), ("each", "O is divided by l at each tile")]:
     MISTAKES.append(("attention", "o = s.softmax(dim=-1) @ v", f"import check_causes; o = check_causes.tiled(q, k, v, causal, 16, '{mistake}')", words))
 MISTAKES.append(("attention", "o = s.softmax(dim=-1) @ v", "import check_causes; o = check_causes.tiled(q, k, v, causal, 16, 'local') if causal else s.softmax(-1) @ v", "inside a tile"))
 # Two mistakes at once are two names.
@@ -409,13 +417,17 @@ RANK_MISTAKES = [
      "a parameter without gradient: rank"),
     ("ddp", "for handle in self.handles: handle.wait()", "dist.get_rank() or dist.barrier()", "plain: rank 0 hangs at"),
     ("ddp", "return self.module(*inputs)", "return self.module(*inputs)[0]", "DIFFERS: plain"),
-    ("ddp", "for t in module.buffers(): dist.broadcast(t, src=0)", "", "a buffer: the weights of shift, a buffer, are not sent from rank 0"),
+    ("ddp", "for t in module.buffers(): dist.broadcast(t, src=0)", "", "note: a buffer: the weights of shift, a buffer, are not sent from rank 0"),
+    ("ddp", "dist.broadcast(p.data, src=0)", "dist.broadcast(p.data, src=dist.get_rank())", "broadcast of [8, 8] from rank 0 on rank 0, and broadcast of [8, 8] from rank 1 on rank 1"),
+    ("ddp", "        p.grad /= dist.get_world_size()\n", "        if dist.get_rank(): import ctypes; ctypes.string_at(0)\n        p.grad /= dist.get_world_size()\n", "rank 1 ended by signal 11"),
+    ("ddp", "        p.grad /= dist.get_world_size()\n", "        self.sends = getattr(self, 'sends', 0) + 1\n        if self.sends > 16: return\n        p.grad /= dist.get_world_size()\n",
+     "it is not averaged, from step 2 on"),
     ("ddp", "p.grad /= dist.get_world_size()", "p.grad /= 2", "three ranks: every gradient is the sum over the ranks divided by 2"),
     ("ddp", "dist.all_reduce(p.grad, async_op=True)", "dist.all_reduce(p.data, async_op=True)", "plain: backward changes fc.0.weight, fc.0.bias"),
     ("ddp", "        self.module, self.handles = module, []", "        self.__dict__['module'], self.handles = module, []",
      "plain: wrapper.parameters() does not give the module's"),
     ("ddp", "for p in module.parameters():\n            dist", "for p in list(module.parameters())[::1 - 2 * dist.get_rank()]:\n            dist",
-     "collective 1 is broadcast of [8, 8] on rank 0, and broadcast of [7] on rank 1"),
+     "collective 1 is broadcast of [8, 8] from rank 0 on rank 0, and broadcast of [7] from rank 0 on rank 1"),
     ("ddp", "        return self.module(*inputs)", "        for p in self.module.parameters(): p.grad = None\n        return self.module(*inputs)",
      "two backwards: every gradient is the last backward's alone"),
     ("ddp", "        p.grad /= dist.get_world_size()\n        self.handles.append(dist.all_reduce(p.grad, async_op=True))\n",
@@ -428,6 +440,7 @@ RANK_MISTAKES = [
     ("ddp", "        self.handles.append(dist.all_reduce(p.grad, async_op=True))", "        sent = p.grad.half()\n        dist.all_reduce(sent)\n        p.grad.copy_(sent)",
      "plain: every gradient is the mean, but rounded: it is sent in float16"),
     ("sharded", "for p, rank in self.owner.items(): dist.broadcast(p.data, src=rank)", "pass", "is not sent to the other rank after the step"),
+    ("sharded", "for p, rank in self.owner.items(): dist.broadcast(p.data, src=rank)", "for p in self.owner: p.grad = p.grad if dist.get_rank() == 0 else None", "is not sent to the other rank"),
     ("sharded", "src=rank)", "src=0)", "never changes: no rank has it, or it is sent from a rank that does not"),
     ("sharded", "if self.owner[p] == dist.get_rank()]", "]", "the states are not sharded: each rank has those of all parameters"),
     ("sharded", "self.inner = self.make([mine])", "self.inner = self.make([group]); self.inner.__class__ = type('Own', (type(self.inner),), {})",
@@ -466,6 +479,11 @@ RANK_MISTAKES = [
      "linears.2.weight ... is the last backward's alone: what was there before it is lost"),
     ("fsdp", "        if layer.weight.shape == self.layers[layer]: return\n", "", "note: two forwards: rank"),
     ("fsdp", "        return self.module(x)", "        for layer in self.layers: self.gather(layer)\n        return self.module(x)", "they are gathered all at once"),
+    ("fsdp", "self.world, self.rank = dist.get_world_size(), dist.get_rank()", "self.world, self.rank = dist.get_world_size(), dist.get_rank()\n        if compute_dtype: module.norms.half()",
+     "fp16: norms.0.weight, norms.1.weight, norms.2.weight, norms.3.weight ... is float16; the weights that the optimizer steps stay float32"),
+    ("fsdp", "layer.weight.data.chunk(self.world)[self.rank].clone()", "layer.weight.data.chunk(self.world)[1 - self.rank].clone()", "fp32: before the first step gather_full_params() does not give the module's"),
+    ("fsdp", "        dist.all_reduce(grad)\n        p.grad = grad.chunk(self.world)[self.rank] / self.world", "        p.grad = grad.chunk(self.world)[self.rank].clone()", "is each rank's own rows of its own gradient: nothing is added"),
+    ("fsdp", "out = dict(self.module.named_parameters())", "out = dict(self.named_parameters())", "the full weights lack"),
     ("fsdp", "def gather_full_params", "def nothing", "has no gather_full_params()"),
     ("fsdp", 'out[name + ".weight"] = self.full', 'out["x" + name] = self.full', "the full weights lack"),
 ]
@@ -573,6 +591,7 @@ def solutions():
             text = text.replace(old, new)
         for word in words: expect(f"{what}: two mistakes: {word}", False, word, what, text)
     halves = SOLUTION.replace(*MISTAKES[0][1:3])
+    expect("bf16: dQ without its factor", False, "is looked for in fp32", "attention", SOLUTION.replace("return ds @ k,", "return ds @ k / ctx.scale,"), precision="bf16")
     expect("bf16: halves", False, MISTAKES[0][3], "model", halves, precision="bf16")
 
 
