@@ -660,6 +660,8 @@ def inputs():
         with open(path("adapters.py"), "w") as f: f.write(ADAPTERS)
         with open(path("own.py"), "w") as f: f.write(FUSED)
         with open(path("wrong.py"), "w") as f: f.write(FUSED.replace(" / math.sqrt(q.shape[-1])", ""))
+        with open(path("listed.py"), "w") as f: f.write(SOLUTION.replace("return ds @ k, ds.mT @ q, p.mT @ do, None", "return [ds @ k, ds.mT @ q, p.mT @ do, None]"))
+        with open(path("passed.py"), "w") as f: f.write(SOLUTION.replace("return ds @ k, ds.mT @ q, p.mT @ do, None", "pass"))
         with open(path("broken.py"), "w") as f: f.write("import argparse\nargparse.ArgumentParser().parse_args(['x'])\n")
         kwargs = ["--kwargs", *(f"{k}={v}" for k, v in MODEL.items())]
         for words, expected, names in [
@@ -668,6 +670,8 @@ def inputs():
                 (["ddp", "adapters.py"], 0, "ok: get_ddp"),
                 (["model", "adapters.py"], 0, "ok: all"), (["model", "own.py:run_transformer_lm"], 0, "ok: all"),
                 (["model", "wrong.py:run_transformer_lm"], 1, "Likely cause: scores are not divided by sqrt(D)"), (["fsdp", "adapters.py"], 2, "not written yet: rank"),
+                (["attention", "listed.py:Flash"], 2, "cannot be checked: backward raised RuntimeError"),
+                (["attention", "passed.py:Flash"], 0, "not written yet: backward raised RuntimeError"),
                 (["attention", "solution:nothing"], 2, "nothing"), (["attention", "nowhere:x"], 2, "PYTHONPATH"),
                 (["attention", "broken:x"], 2, "import broken raised SystemExit at broken.py:2"),
                 (["model", "solution:TransformerLM", "--kwargs", "a=1", "b=2"], 2, "got a, b, but it is TransformerLM(vocab_size, context_length"),
