@@ -190,6 +190,7 @@ int launch_ranks(int n, const vector<string>& arguments, double timeout_s) {
 
     double last = now_ms();
     for (int left = n; left > 0; usleep(5000)) {
+        // The code that counts is set below, from the signal.
         if (end_signal_seen()) { end_all(1, ""); }
         const double tick = tick_ms(&last);
         left = 0;

@@ -62,8 +62,8 @@ def not_written(e):
 
 
 def returns_a_value(grad_fn):
-    """Whether the backward of a torch.autograd.Function does, as far as its source tells: `pass` and `return None, None`
-    are code that is not written yet."""
+    """Whether a torch.autograd.Function's backward returns more than None, as far as its source tells. One that does not
+    (`pass`, `return None, None`) is not written yet."""
     try: tree = ast.parse(textwrap.dedent(inspect.getsource(grad_fn._forward_cls.backward)))
     except (AttributeError, OSError, TypeError, SyntaxError): return False
     returned = [line.value for line in ast.walk(tree) if isinstance(line, ast.Return)]

@@ -408,7 +408,7 @@ def tiled(q, k, v, causal, size, wrong):
         o = (o if wrong == "o" else o / old if wrong == "inverse" and j else old * o) + p @ v[..., j:j + B, :]
         if wrong == "each": o = o / l
         m = s.amax(-1, keepdim=True) if wrong == "max" else new
-    return o if wrong in ("norm", "eachonly") else o / l
+    return o if wrong == "norm" else o / l
 
 
 def tile_mistakes(causal):

@@ -142,7 +142,7 @@ class Toy(nn.Module):
         if case == "tied weights": self.fc[5].weight = self.fc[2].weight
         if case == "frozen parameters": self.fixed = nn.Parameter(torch.randn(8), requires_grad=False)
         if case == NO_GRADIENT: self.unused = nn.Linear(8, 8)
-        if case == BUFFER: self.register_buffer("shift", torch.randn(8))
+        if case == "a buffer": self.register_buffer("shift", torch.randn(8))
 
     def forward(self, x):
         for name in ("fixed", "shift"): x = x + getattr(self, name, 0)
@@ -515,9 +515,9 @@ def compare_sharded(kind, case, results):
 
 CASES = ["plain", "tied weights", "frozen parameters"]
 TWICE = ["two backwards", "two forwards"]
-NO_GRADIENT, BUFFER = "a parameter without gradient", "a buffer"
+NO_GRADIENT = "a parameter without gradient"
 KINDS = {"ddp": (train, compare_training,
-                 [*CASES, BUFFER, "three ranks", "two backwards", "a late rank", NO_GRADIENT],
+                 [*CASES, "a buffer", "three ranks", "two backwards", "a late rank", NO_GRADIENT],
                  ["weights at the start", "gradients", f"weights after {STEPS} steps", f"bound {BOUND:g}"]),
          "sharded": (step_sharded, compare_sharded,
                      [*CASES, "a schedule", "two groups", "add_param_group", NO_GRADIENT],
@@ -526,8 +526,7 @@ KINDS = {"ddp": (train, compare_training,
                   ["held: at rest, peak, after forward", "gradients", f"weights after {STEPS} steps", "verdict"])}
 MORE = {NO_GRADIENT: " This does not count: the public tests do not try it."}
 MORE |= dict.fromkeys(("two groups", "add_param_group"), " The handout asks for this; the public tests do not try it.")
-MORE[BUFFER] = " This does not count: the handout asks for the parameters."
-MORE |= dict.fromkeys(("a schedule", "three ranks", *TWICE), " The public tests do not try it.")
+MORE |= dict.fromkeys(("a schedule", "a buffer", "three ranks", *TWICE), " The public tests do not try it.")
 
 
 def check_ranks(kind, yours, seconds):
@@ -544,7 +543,7 @@ def check_ranks(kind, yours, seconds):
             word = "hangs" if e.word == "hangs" else "fails"
             if case == cases[0] and e.word not in ("hangs", "fails"): raise
             cells, ok, said, more = "-" * (len(columns) - 1), False, [("", str(e))], []
-        counts = case not in (NO_GRADIENT, BUFFER) and not (case in TWICE and word == "fails")
+        counts = case != NO_GRADIENT and not (case in TWICE and word == "fails")
         rows.append([case, *cells, word if ok or counts else "not asked"])
         good = good and (ok or not counts)
         for whose, what in said: lines.setdefault((what, counts), []).append((case, whose))

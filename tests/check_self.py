@@ -417,7 +417,7 @@ RANK_MISTAKES = [
      "a parameter without gradient: rank"),
     ("ddp", "for handle in self.handles: handle.wait()", "dist.get_rank() or dist.barrier()", "plain: rank 0 hangs at"),
     ("ddp", "return self.module(*inputs)", "return self.module(*inputs)[0]", "DIFFERS: plain"),
-    ("ddp", "for t in module.buffers(): dist.broadcast(t, src=0)", "", "note: a buffer: the weights of shift, a buffer, are not sent from rank 0"),
+    ("ddp", "for t in module.buffers(): dist.broadcast(t, src=0)", "", "Likely cause: a buffer: the weights of shift, a buffer, are not sent from rank 0"),
     ("ddp", "dist.broadcast(p.data, src=0)", "dist.broadcast(p.data, src=dist.get_rank())", "broadcast of [8, 8] from rank 0 on rank 0, and broadcast of [8, 8] from rank 1 on rank 1"),
     ("ddp", "        p.grad /= dist.get_world_size()\n", "        if dist.get_rank(): import ctypes; ctypes.string_at(0)\n        p.grad /= dist.get_world_size()\n", "rank 1 ended by signal 11"),
     ("ddp", "        p.grad /= dist.get_world_size()\n", "        self.sends = getattr(self, 'sends', 0) + 1\n        if self.sends > 16: return\n        p.grad /= dist.get_world_size()\n",
