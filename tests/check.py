@@ -482,7 +482,9 @@ class Attention:
         if function: yours = own
         self.call = yours.apply if function else yours
         self.is_triton = "triton" in f"{getattr(yours, '__module__', '')} {getattr(yours, '__qualname__', '')}".lower()
-        try: arguments = [*inspect.signature(yours.forward if function else yours).parameters.values()][function:]
+        # forward's first argument is ctx, unless the Function has a setup_context() that gets it
+        ctx = function and yours.setup_context is torch.autograd.Function.setup_context
+        try: arguments = [*inspect.signature(yours.forward if function else yours).parameters.values()][ctx:]
         except (ValueError, TypeError): arguments = []
         many = not arguments or any(a.kind == a.VAR_POSITIONAL for a in arguments)
         self.masked = not function and len(arguments) > 3 and "mask" in arguments[3].name

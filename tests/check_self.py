@@ -598,6 +598,12 @@ def solutions():
 def attentions():
     """What students have: a part that is missing, or that the handout allows."""
     expect("a Function", True, "lse", "attention", SOLUTION.replace("attention = Flash.apply", "attention = Flash"))
+    own_setup = ("        return o, L\n\n    @staticmethod\n    def setup_context(ctx, inputs, output):\n"
+                 "        ctx.save_for_backward(*inputs[:3], *output)\n        ctx.causal, ctx.scale = inputs[3], 1 / inputs[0].shape[-1] ** 0.5\n")
+    at, end = SOLUTION.index("        ctx.save_for_backward(q, k, v, o, L)"), SOLUTION.index("\n    @staticmethod\n    def backward(ctx, do)")
+    with_setup = (SOLUTION[:at] + own_setup + SOLUTION[end:]).replace("forward(ctx, q", "forward(q").replace("backward(ctx, do)", "backward(ctx, do, dL)")
+    expect("a Function with setup_context()", True, "| yes    | lse ", "attention", with_setup)
+    expect("a Function with setup_context(), its mask wrong", False, "sees the key after its own", "attention", with_setup.replace("tril(0)", "tril(1)"))
     expect("no mask", True, "Without the mask: is_causal is ignored, which flash_forward (a) allows", "attention", SOLUTION.replace("if causal: s =", "if False: s ="))
     at = SOLUTION.index("        q, k, v, o, L = ctx.saved_tensors")
     todo = lambda line: SOLUTION[:at] + f"        {line}\n" + SOLUTION[SOLUTION.index("\nattention = Flash"):]
