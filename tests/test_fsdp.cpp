@@ -645,7 +645,7 @@ static string chosen(double gib, int world) {
 }
 TEST_CASE("leaderboard: by default as little runs again as fits") {
     const string chunk = ", head chunk 2048";
-    CHECK(chosen(139, 2) == "flash, recompute" + chunk);                       // two H200s: 4.15 s
+    CHECK(chosen(139, 2) == "flash, recompute" + chunk);                       // two H200s
     CHECK(chosen(78, 2) == "flash, recompute, checkpoint blocks:11" + chunk);  // two H100s
     CHECK(chosen(101, 2) == "flash, recompute, checkpoint ffn:28" + chunk);
     CHECK(chosen(40, 2) == "flash, recompute, checkpoint 1" + chunk + ", too large");
