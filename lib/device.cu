@@ -274,13 +274,12 @@ size_t system_memory(const char* group) {
 // start, from .preinit_array, since one of them (UCX, behind some builds of Gloo) takes that
 // signal.
 static bool ignores_hangup;
-static void see_hangup(int, char**, char**) {
+static void see_hangup() {
     struct sigaction before {};
     sigaction(SIGHUP, nullptr, &before);
     ignores_hangup = before.sa_handler == SIG_IGN;
 }
-__attribute__((section(".preinit_array"), used)) static void (*const first)(int, char**,
-                                                                            char**) = see_hangup;
+__attribute__((section(".preinit_array"), used)) static void (*const first)() = see_hangup;
 
 // Sets the variables that two libraries read only while the program loads, and starts the program
 // once more, if one was unset. OpenBLAS gives a processor younger than itself the kernels of an old
