@@ -2,7 +2,6 @@
 // own weights and batch through it.
 #include "cs336.h"
 
-#include <cinttypes>
 #include <random>
 
 // -------------------------------------------------------------------------------------------------
@@ -116,8 +115,8 @@ int cmd_train(const Options& o) {
     const double before = mean_loss(t.model, held_out, T);
 
     Table rows{strprintf("train %s: %zu bytes, a tenth held out; d_model %d, d_ff %d, layers: %d, "
-                         "heads: %d; batch %d, context length: %d, seed %" PRIu64
-                         ", lr %g; precision %s, mode %s; held-out loss before: %.4f",
+                         "heads: %d; batch %d, context length: %d, seed %zu, lr %g; precision %s, "
+                         "mode %s; held-out loss before: %.4f",
                          o.data.c_str(), all.size(), c.d_model, c.d_ff, c.num_layers, c.num_heads,
                          o.batch_size, T, o.seed, o.lr, name_of(context.precision),
                          name_of(context.mode), before),
@@ -187,7 +186,7 @@ static Model read_model(const Options& o) {
     // numbers in fp32, which are exact up to 2^24.
     for (int64_t n : {embedding[0], embedding[1], w1[0]}) {
         if (n < 1 || n > 1 << 24) {
-            fail("%s: expected sizes from 1 to 16777216, found %" PRId64, o.weights.c_str(), n);
+            fail("%s: expected sizes from 1 to 16777216, found %ld", o.weights.c_str(), (long)n);
         }
     }
 
