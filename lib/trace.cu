@@ -3,8 +3,6 @@
 // read first: the end of the file, Range, which all other code uses.
 #include "lib.h"
 
-#include <unordered_map>
-
 #include <cxxabi.h>
 
 #ifdef HAVE_CUDA
@@ -78,8 +76,7 @@ static void CUPTIAPI note_launch(void*, CUpti_CallbackDomain, CUpti_CallbackId, 
 // Asks CUPTI to call note_launch() at launches, copies and memsets; returns whether that succeeded.
 // A call of the runtime ends in a call of the driver, so the driver's calls are enough.
 static bool watch_launches() {
-    bool ok =
-        succeeded(cuptiSubscribe(&launch_subscriber, (CUpti_CallbackFunc)note_launch, nullptr));
+    bool ok = succeeded(cuptiSubscribe(&launch_subscriber, note_launch, nullptr));
     for (int id = 1; id < (int)CUPTI_DRIVER_TRACE_CBID_SIZE && ok; id++) {
         const char* name = nullptr;  // a number without a call has none
         if (cuptiGetCallbackName(CUPTI_CB_DOMAIN_DRIVER_API, id, &name) != CUPTI_SUCCESS || !name) {
@@ -180,7 +177,7 @@ static void stop_cupti() {
     std::scoped_lock lock(cupti_mutex, launch_mutex);
     if (first_error != CUPTI_SUCCESS) { fail("%s", error_text().c_str()); }
 
-    const std::unordered_map<uint32_t, int> range_of(launches.begin(), launches.end());
+    const map<uint32_t, int> range_of(launches.begin(), launches.end());
     for (TracedWork& w : cupti_work) {
         auto launch = range_of.find(w.correlation);
         if (launch != range_of.end()) { w.range = in_this_trace(launch->second); }
