@@ -38,11 +38,7 @@ struct RestoreRun {  // gives `run` back as it was, at the end of its scope
 
 #ifdef HAVE_CUDA
 static cudaStream_t copies() {
-    static cudaStream_t stream = [] {
-        cudaStream_t s;
-        CUDA_CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
-        return s;
-    }();
+    static const cudaStream_t stream = new_stream();
     return stream;
 }
 #endif

@@ -175,12 +175,13 @@ void choose_device(const string& want, [[maybe_unused]] int gpu) {
 #ifdef HAVE_CUDA
 // Returns the stream in which we launch. Its priority is the lowest: collectives come before it.
 cudaStream_t stream() {
-    static const cudaStream_t compute = [] {
-        cudaStream_t created;
-        CUDA_CHECK(cudaStreamCreateWithFlags(&created, cudaStreamNonBlocking));
-        return created;
-    }();
+    static const cudaStream_t compute = new_stream();
     return compute;
+}
+cudaStream_t new_stream() {
+    cudaStream_t created;
+    CUDA_CHECK(cudaStreamCreateWithFlags(&created, cudaStreamNonBlocking));
+    return created;
 }
 #endif
 

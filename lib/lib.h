@@ -224,7 +224,8 @@ size_t system_memory(const char* group = nullptr);
 // environment variables.
 void choose_cpu_settings(char** argv);
 #ifdef HAVE_CUDA
-cudaStream_t stream();  // the compute stream
+cudaStream_t stream();      // the compute stream
+cudaStream_t new_stream();  // another one, of the same priority
 #endif
 
 // -------------------------------------------------------------------------------------------------
