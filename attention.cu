@@ -522,10 +522,9 @@ static MemoryRates weighted_sum_row(Table& table, int64_t N, int64_t D) {
     fill_normal(t.w, 0, 2);
     fill_normal(t.dy, 0, 3);
 
-    auto ms_of = [](const Job& f) { return stats_of(time_ms(2, 10, f)).median; };
-    const double copied = ms_of([&] { copy(t.dx, t.x); });
-    const double forward = ms_of([&] { weighted_sum_forward(t); });
-    const double backward = ms_of([&] { weighted_sum_backward(t); });
+    const double copied = median_ms([&] { copy(t.dx, t.x); });
+    const double forward = median_ms([&] { weighted_sum_forward(t); });
+    const double backward = median_ms([&] { weighted_sum_backward(t); });
 
     const double GB_ms = 1e-6 * sizeof(float);  // the rate of one number per ms, in GB/s
     const MemoryRates rates = {GB_ms * (N * D + D + N) / forward,

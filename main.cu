@@ -551,15 +551,15 @@ static double matmul_tflops(Precision precision, int64_t n) {
     // With zeros a GPU draws less power and clocks higher.
     fill_normal(a, 0, 1);
     fill_normal(b, 0, 2);
-    const Stats ms = stats_of(time_ms(2, 10, [&] { gemm(c, a, false, b, false); }));
-    return 2.0 * n * n * n / ms.median / 1e9;
+    const double ms = median_ms([&] { gemm(c, a, false, b, false); });
+    return 2.0 * n * n * n / ms / 1e9;
 }
 
 // Returns the rate of a copy, in GB/s; each byte is read and written.
 static double copy_gb_per_s(int64_t bytes) {
     Tensor from = zeros({bytes / 4}, F32), to = zeros({bytes / 4}, F32);
-    const Stats ms = stats_of(time_ms(2, 10, [&] { copy_or_add(to, from, false); }));
-    return 2.0 * bytes / ms.median / 1e6;
+    const double ms = median_ms([&] { copy_or_add(to, from, false); });
+    return 2.0 * bytes / ms / 1e6;
 }
 
 // Prints this machine's ceilings. An operation takes at least its FLOPs over the rate of products,

@@ -691,6 +691,7 @@ vector<double> time_ms(int warmup, int n, const Job& f) {
     }
     return times;
 }
+double median_ms(const Job& f) { return stats_of(time_ms(2, 10, f)).median; }
 
 // -------------------------------------------------------------------------------------------------
 // Lines on stderr; ends by a signal

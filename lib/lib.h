@@ -325,6 +325,7 @@ string level(const Stats& a, const Stats& b, const string& with = "");
 // follows `prepare`. So the latency of launches does not count where the device is slower.
 vector<double> time_ms(int warmup, int n, const Job& f);
 vector<double> time_queued_ms(int warmup, int n, const Job& prepare, const Job& f);
+double median_ms(const Job& f);  // by time_ms, of 10 runs after 2 others
 
 // While they are caught, SIGINT, SIGTERM, SIGHUP and SIGQUIT do not end the program: the work looks
 // at end_signal_seen() now and then, and ends in order. A second SIGINT ends it at once; a second
