@@ -225,7 +225,7 @@ size_t system_memory(const char* group = nullptr);
 void choose_cpu_settings(char** argv);
 #ifdef HAVE_CUDA
 cudaStream_t stream();      // the compute stream
-cudaStream_t new_stream();  // another one, of the same priority
+cudaStream_t new_stream();  // makes another one
 #endif
 
 // -------------------------------------------------------------------------------------------------
