@@ -75,7 +75,8 @@ static double time_all_reduce(const Communicator& c, int64_t n, int warmup, int 
         barrier(c);
         const double start = now_ms();
         wait(c, all_reduce(c, tensor, SUM));
-        synchronize();  // NCCL's wait() holds the compute stream, not us: else a launch is timed
+        // NCCL's wait() holds the compute stream, not us: without this line only a launch is timed.
+        synchronize();
         if (i >= warmup) { mine.push_back(now_ms() - start); }
     }
     return stats_of(gather(c, mine)).median;
@@ -214,11 +215,20 @@ int cmd_distributed_communication_single_node(const Options& options) {
 // -------------------------------------------------------------------------------------------------
 // Section 2.4, communication_accounting: the handout's XXL model, L blocks of two Linear layers D x
 // F and F x D, whose 2 D F L = P parameters take 16 P bytes with their gradients and AdamW's
-// moments, in fp32. A: all activations that a device's tokens save. Half of them are sharded, like
-// the weights: those of every second layer, says the handout. C: FLOP/s of a chip; W: bytes/s of a
-// link; X chips share the FSDP axis with M_X links, Y the TP axis with M_Y. Forward of one block of
-// B tokens: T_math = 4 B D F / (X Y C); gather of the weights T_FSDP = 4 D F / (Y W M_X);
-// all-reduce of the activations T_TP = 4 B D / (X W M_Y).
+// moments, in fp32.
+//
+//   A         bytes of activations that a device's tokens save; those of every second layer are
+//             sharded like the weights, says the handout, so half of A
+//   C         FLOP/s of a chip
+//   W         bytes/s of a link
+//   X, M_X    chips along the FSDP axis, and its links
+//   Y, M_Y    chips along the TP axis, and its links; N = X Y
+//
+// Forward of one block of B tokens:
+//
+//   products                         T_math = 4 B D F / (X Y C)
+//   gather of the weights            T_FSDP = 4 D F / (Y W M_X)
+//   all-reduce of the activations    T_TP   = 4 B D / (X W M_Y)
 
 constexpr double GPU_GB = 80, CHIP_GB = 95;  // the memory of a GPU in (a), of a chip in (b)
 // how many of the mesh's axes, each a link, carry FSDP's traffic, and how many TP's
@@ -249,9 +259,10 @@ static void answer_least_batch(const Options& options, double alpha, double most
         }
     }
     // In turn, B(X) = (alpha X / M_X) / (1 - alpha N / (X M_Y F)) is least where TP takes half of
-    // the time. With fewer than most_Y chips some axis would have to have more than all of them.
+    // the time, at Y = most_Y / 2; at once, it is least at Y = most_Y. Both are told only where
+    // each Y, and its X = N / Y, is from 1 to N.
     string best;
-    if (N >= most_Y) {
+    if (N >= most_Y && most_Y >= 2) {
         const double per_chip = 4 * alpha * alpha / (M_X * M_Y * F);
         best = strprintf(
             " It would be 4 alpha^2 / (M_X M_Y F) = 4 x %.1f^2 / (%g x %g x %.7g) = %.1f, if X "
@@ -316,9 +327,9 @@ int cmd_communication_accounting(const Options& options) {
 //
 //   y = (f(x W1) * (x W2)) W3      x [B, D], W1 and W2 [D, D_FF], W3 [D_FF, D], 2 bytes per element
 //
-// Forward has three products of 2 B D D_FF FLOPs: x1 = x W1, x2 = x W2, z W3. Backward has two for
-// each of them. A ring all-gather or reduce-scatter of S bytes sends (N - 1) / N S bytes out of
-// each device, an all-reduce, being both, twice that.
+// D_FF is F in the code. Forward has three products of 2 B D D_FF FLOPs: x1 = x W1, x2 = x W2, z
+// W3. Backward has two for each of them. A ring all-gather or reduce-scatter of S bytes sends (N -
+// 1) / N S bytes out of each device, an all-reduce, being both, twice that.
 
 struct LayerSizes {
     double B, D, F, C, W;  // tokens, d_model, d_ff, FLOP/s of a device, bytes/s out of it
@@ -350,9 +361,10 @@ static vector<PassCost> tp_costs(const LayerSizes& l, double N) {
             {"Forward", 6 * B * D * F / N, seconds, 1 + 3 * F * W / (2 * C)}};
 }
 
-// Returns forward's costs on N devices along the FSDP axis and M along the TP axis: those of each
-// axis, and those of both if they communicate at the same time. With a = B W / C and b = 3 D_FF W /
-// (2 C) FSDP's time is at most the products' up to N = 1 + a, and TP's up to M = 1 + b.
+// Returns forward's costs on N devices along the FSDP axis and M along the TP axis (in what is
+// printed N_FSDP and N_TP, and N is their product): those of each axis, and those of both if they
+// communicate at the same time. With a = B W / C and b = 3 D_FF W / (2 C) FSDP's time is at most
+// the products' up to N = 1 + a, and TP's up to M = 1 + b.
 static vector<PassCost> fsdp_tp_costs(const LayerSizes& l, double N, double M) {
     auto [B, D, F, C, W] = l;
     const double a = B * W / C, b = 3 * F * W / (2 * C);
@@ -392,8 +404,8 @@ int cmd_alternate_ring_all_reduce(const Options& options) {
     return 0;
 }
 
-// Prints the answers of data_parallel_calcs and fsdp_calcs. name: the handout's, of the number of
-// devices; sends: how often backward sends the ring's bytes, and why.
+// Prints the answers of data_parallel_calcs and fsdp_calcs. name: what the handout calls the number
+// of devices; sends: how often backward sends the ring's bytes, and why, the end of a sentence.
 static int split_of_batch(const Options& options, const char* name, const vector<PassCost>& costs,
                           const char* sends) {
     const auto [B, D, F, C, W] = sizes_of(options);
@@ -407,6 +419,7 @@ static int split_of_batch(const Options& options, const char* name, const vector
                pass.what, k, k, B, D, F, N, pass.flops, pass.products);
     }
     for (const PassCost& pass : costs) {
+        // 12 or 6, as in (a), but by chance: 6 D D_FF bytes, sent twice by backward.
         const int k = 2 * pass.products;
         answer("b",
                "%s: %d D D_FF (N - 1) / (N W) = %d x %.7g x %.7g x (%.7g - 1) / (%.7g x %g) = %.4g "

@@ -492,4 +492,10 @@ TEST_CASE("accounting: a bound that no split reaches is not told") {
                     {"the least batch with X Y = 8 is 259.3 tokens per chip, with (X, Y) = "
                      "(1, 8). Fewer bytes"});
     CHECK(!has(answers, "It would be"));
+
+    // Here it would need 0.6 of a chip along the TP axis.
+    o = xxl();
+    o.d_ff = 3000;
+    o.tp = 1;
+    CHECK(!has(csv_of(cmd_communication_accounting, o), "It would be"));
 }
