@@ -11,12 +11,12 @@
 //   P = softmax(S)           row by row, with m_i = max_j S_ij:
 //                            P_ij = exp(S_ij - m_i) / sum_j exp(S_ij - m_i)
 //   O = P V
-// Q [B,H,Tq,D], K and V [B,H,Tk,D], O [B,H,Tq,D]; S and P are [B,H,Tq,Tk]. They and backward's
-// dP and dS alone grow with T^2. The two products cost 4*B*H*Tq*Tk*D FLOPs, the softmax
+// Q [B,H,Tq,D], K and V [B,H,Tk,D], O [B,H,Tq,D]; S and P are [B,H,Tq,Tk]. Only S and P, and
+// backward's dP and dS, grow with T^2. The two products cost 4*B*H*Tq*Tk*D FLOPs, the softmax
 // 5*B*H*Tq*Tk: 4D/5 times less, yet in eager mode it takes about as long as the products or longer,
 // because each of its kernels moves all of S through memory.
 //
-// Backward, given dO (handout, eq. 13-19; D_i, "delta" in the code, is not the head size):
+// Backward, given dO (handout, eq. 13-19; D_i is not the head size):
 //   dV = P^T dO,  dP = dO V^T,  dS_ij = P_ij (dP_ij - D_i) with D_i = sum_j P_ij dP_ij,
 //   dQ = dS K / sqrt(D),  dK = dS^T Q / sqrt(D).
 #include "attention.h"
@@ -171,7 +171,7 @@ int cmd_pytorch_attention(const Options& o) {
 // 1.3, the fused softmax: S [N,Tk] becomes P in place; row n holds query n % Tq, and causal rows
 // stop at their own key.
 //   P_nj = exp(S_nj - L_n),  L_n = log sum_j exp S_nj
-//   dS_nj = P_nj (dP_nj - delta_n),  delta_n = sum_j P_nj dP_nj
+//   dS_nj = P_nj (dP_nj - D_n),  D_n = sum_j P_nj dP_nj
 // The loop passes three times over a row. The kernel finds maximum and sum in one pass (the sum is
 // rescaled when the maximum grows: "online" softmax) and writes in a second; per score it reads at
 // most twice and writes once. Eager's max, sub, exp, sum and div read five times and write three
@@ -205,10 +205,10 @@ static void softmax_backward_cpu(T* dP, const T* P, int64_t N, int Tq, int Tk, b
         T* dp = dP + n * Tk;
         const T* p = P + n * Tk;
         const int keys = keys_seen(causal, (int)(n % Tq), Tk);
-        double delta = 0;
-        for (int j = 0; j < keys; j++) { delta += (double)p[j] * dp[j]; }
+        double D_i = 0;
+        for (int j = 0; j < keys; j++) { D_i += (double)p[j] * dp[j]; }
         for (int j = 0; j < Tk; j++) {  // behind the keys P is 0, and so is dS
-            dp[j] = j < keys ? p[j] * (dp[j] - Number(delta)) : Number(0);
+            dp[j] = j < keys ? p[j] * (dp[j] - Number(D_i)) : Number(0);
         }
     }
 }
@@ -263,11 +263,11 @@ __global__ void softmax_backward_kernel(T* dP,       // [N,Tk]
     P += n * Tk;
     int keys = keys_seen(causal, (int)(n % Tq), Tk);
 
-    float delta = 0;
-    for (int j = lane; j < keys; j += WARP) { delta += P[j] * dP[j]; }
-    delta = warp_sum(delta);
+    float D_i = 0;
+    for (int j = lane; j < keys; j += WARP) { D_i += P[j] * dP[j]; }
+    D_i = warp_sum(D_i);
     for (int j = lane; j < Tk; j += WARP) {  // second pass
-        dP[j] = j < keys ? P[j] * (dP[j] - delta) : 0.0f;
+        dP[j] = j < keys ? P[j] * (dP[j] - D_i) : 0.0f;
     }
 }
 #endif
@@ -309,7 +309,7 @@ static Tensor attention_fused(const Tensor& q_in, const Tensor& k_in, const Tens
 
     gemm(p, q, false, k, true, scale);  // S
     if (L) { *L = empty(shape_of_L(q), q.dtype == F64 ? F64 : F32); }
-    softmax_in_place(p, L ? *L : Tensor(), Tensor(), causal);
+    softmax_in_place(p, L ? *L : Tensor(), Tensor(), causal);  // S becomes P
     gemm(o, p, false, v, false);
 
     // p, the probabilities by now, is the only [Tq,Tk] that stays
@@ -317,8 +317,8 @@ static Tensor attention_fused(const Tensor& q_in, const Tensor& k_in, const Tens
         Tensor dO = contiguous(dO_in);
         Tensor dS = empty(p.shape, p.dtype);
         add_gemm(v.gradient, p, true, dO, false);
-        gemm(dS, dO, false, v, true);  // dP
-        softmax_in_place(dS, Tensor(), p, causal);
+        gemm(dS, dO, false, v, true);               // dP
+        softmax_in_place(dS, Tensor(), p, causal);  // dP becomes dS
         add_gemm(q.gradient, dS, false, k, false, scale);
         add_gemm(k.gradient, dS, true, q, false, scale);
     });
@@ -526,10 +526,10 @@ static MemoryRates weighted_sum_row(Table& table, int64_t N, int64_t D) {
     const double forward = median_ms([&] { weighted_sum_forward(t); });
     const double backward = median_ms([&] { weighted_sum_backward(t); });
 
-    const double GB_ms = 1e-6 * sizeof(float);  // the rate of one number per ms, in GB/s
-    const MemoryRates rates = {GB_ms * (N * D + D + N) / forward,
-                               GB_ms * (2 * N * D + 2 * D + N) / backward,
-                               GB_ms * 2 * N * D / copied};
+    const double GB_per_s = 1e-6 * sizeof(float);  // of one number per ms
+    const MemoryRates rates = {GB_per_s * (N * D + D + N) / forward,
+                               GB_per_s * (2 * N * D + 2 * D + N) / backward,
+                               GB_per_s * 2 * N * D / copied};
     table.row(N, D, forward, rates.forward, backward, rates.backward, rates.copy,
               // a large one's truth would take 9 GB
               N * D <= 1 << 20 ? strprintf("%.1e", weighted_sum_error(t)) : "");
@@ -601,7 +601,8 @@ struct Passes {
         for (Tensor* x : {&t.q, &t.k, &t.v}) { *x = require_gradient(*x); }
     }
 
-    // Computes o. With a row's `run` also L if asked for; by hand always, since backward reads it.
+    // Computes o. An implementation with `run` computes L only if with_L; one with passes by
+    // hand always does, since its backward reads L.
     void forward(bool with_L = false) {
         if (impl.forward) {
             t.o = empty(t.q.shape, t.q.dtype);
@@ -647,8 +648,8 @@ vector<Tensor> outputs_of(const AttentionImpl& impl, const AttentionTensors& in)
     return outputs;
 }
 
-// Returns the row of the table with this name on context.device. "auto" is the fastest flash, or
-// fused where no flash takes this. It is a usage error if the row does not take dtype and D.
+// Returns the implementation with this name on context.device. "auto" is the fastest flash, or
+// fused where no flash takes this. It is a usage error if it does not take dtype and D.
 const AttentionImpl& impl_named(const string& name, DType dtype, int64_t D) {
     string row = name;
     if (name == "auto") {
@@ -743,7 +744,7 @@ string compared(const AttentionRuns& runs, AttentionPass pass) {
         const Stats &other = r.other.ms[pass], &naive = r.naive.ms[pass];
         const double factor = naive.median / other.median;
         // level() compares means, the table shows medians. A few late passes can turn the means
-        // round: then the two disagree, and neither is told.
+        // round: then the run counts as not told apart.
         const bool agree = (factor > 1) == (other.mean < naive.mean);
         if (!agree || level(other, naive) != "") { continue; }
         factors.push_back(factor);

@@ -35,7 +35,8 @@ HD inline T* row_at(const Heads& x, int i) {
     return (T*)x.data + i * x.row;
 }
 // The causal mask: query i sees keys 0 to keys_seen - 1. (Naive makes it a tensor. Kernels in tiles
-// leave out tiles that nobody sees; most ask for single scores only of tiles seen in part.)
+// skip a tile that no query sees. Most of them test key by key only in a tile that is seen in
+// part.)
 HD inline int keys_seen(bool causal, int i, int Tk) { return causal && i + 1 < Tk ? i + 1 : Tk; }
 // What backward's kernels (but Hopper's) read of a query. step_7 (below) makes it: D_i is that of
 // step 7 (flash.cu), and L_log2e is L log2(e). The GPU has exp2, not exp, so they compute P =
@@ -139,9 +140,12 @@ AttentionRuns time_all(const AttentionImpl* other, int B, bool causal, DType dty
 // What the GPU's kernels share
 
 #ifdef HAVE_CUDA
+// A number that is a type: an object of type Constant<64> holds nothing, its type says 64. So an
+// argument `auto D` of that type may stand where C++ wants a number at compile time: kernel<T, D>
+// is kernel<T, 64> then.
 template <int N>
 using Constant = std::integral_constant<int, N>;
-// Calls f(D), with which the compiler knows the head size of these tensors.
+// Calls f(D), D a Constant: so the compiler knows the head size of these tensors.
 template <class F>
 void with_head_size(const AttentionTensors& t, F f) {
     switch (t.q.dim(3)) {

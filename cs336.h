@@ -101,7 +101,7 @@ struct ModelConfig {
 using ModelConfigs = vector<ModelConfig>;
 // The sizes of both handouts' tables 1, with vocabulary 10,000, and the 2026 leaderboard's 8B.
 extern const ModelConfigs model_sizes;
-// Returns the size that --d_model, --d_ff, ... make, else those of --size, each checked.
+// Returns the typed sizes, else the one that --d_model, --d_ff, ... make, else --size's default.
 ModelConfigs configs_of(const Options& o);
 void check_config(const ModelConfig& c);  // refuses heads that RoPE cannot turn
 
@@ -208,7 +208,7 @@ struct StepParts {
     Number forward{};        // with the head and the loss, unless these have a mark of their own
     Number head_and_loss{};  // has one in the 8.1B step only
     Number backward{};
-    Number exposed{};  // until gradients are averages; FSDP: the waits for units and norms
+    Number exposed{};  // until gradients are averages; FSDP: the sum of the waits in all parts
     Number optimizer{};
     Number total{};
     Number communication{};  // of the gradients' all-reduces; FSDP leaves this and the next 0
@@ -229,7 +229,7 @@ struct Trainer {
     AdamW adamw;                // of the model's own optimizer; FSDP and `sharded` have theirs
     double max_norm = 0;        // clips gradients; 0: not. Not read by `sharded`
     int steps = 0;              // taken; model.step has fewer where fp16 skipped some
-    double loss = 0, norm = 0;  // of the last step; norm as optimizer_step returns it
+    double loss = 0, norm = 0;  // of the last step; norm: optimizer_step's, none if `sharded`
     vector<StepMark> marks;     // of the last step
     // What ranks that share the step do besides: ddp.cu and fsdp.cu set it. Null: nothing.
     Job before_step, after_backward, before_optimizer;

@@ -42,7 +42,7 @@ struct DataParallel {
     Communicator c;
     Strategy strategy;
     Tensor gradients;              // flat, in backward order
-    vector<Parameter> parameters;  // the model's, by offset; a tied one once (a test has one)
+    vector<Parameter> parameters;  // the model's, by offset; test_ddp's tied one stands once
     // The offsets of the parameters whose gradient backward has not finished in this step. It is a
     // set, since in mode eager backward finishes q, k and v, and w1 and w3, in another order than
     // they lie, and since it never finishes one on which this rank's loss does not depend.
@@ -253,11 +253,11 @@ static void attach(Trainer& trainer, Sharding sharding) {
     trainer.sharded->sharding = sharding;
     if (sharding != UNSHARDED) { trainer.sharded->c = trainer.c; }
     trainer.step_optimizer = [](Trainer& t) {
-        // The 0: nothing is clipped, and t.max_norm is not read. So guarded_step calls `norm` in
-        // fp16 alone, to see whether any rank's gradients hold inf or NaN. Its value is not the
-        // norm, and must not be clipped to: FLAT's gradients are averages, the same on all ranks,
-        // and this sum counts them once per rank.
+        // Not the norm: FLAT's gradients are averages, the same on all ranks, and this counts them
+        // once per rank.
         auto norm = [&] { return norm_over_ranks(t.c, pow(gradient_norm(t.model), 2)); };
+        // The 0 is max_norm: nothing is clipped, and t.max_norm is not read. So guarded_step calls
+        // `norm` in fp16 alone, to see whether any rank's gradients hold inf or NaN.
         return guarded_step(t.scaler, 0, norm, [&](float gradient_scale) {
             step_parameter_groups(*t.sharded, gradient_scale);
         });
@@ -368,7 +368,8 @@ static void train_and_compare(const Communicator& c, const ModelConfig& config,
     adamw.weight_decay = 0.1f;
     adamw.eps = 1e-5f;  // else a gradient of mere rounding errors moves its weight by lr
     const Model &got = ours.model, &want = whole.model;
-    const int64_t half = got.weights.size() / 2;  // a multiple of 3360, so of 1 to 8 ranks
+    // A multiple of 3360 = 4 x 840, so of 1 to 8 ranks.
+    const int64_t half = got.weights.size() / 2;
     auto add_half = [&](int64_t begin) {
         for (const Trainer* trainer : {&ours, &whole}) {
             const Model& model = trainer->model;
@@ -828,6 +829,7 @@ static void answer_ddp_bucketed_benchmarking(const DdpRuns& runs) {
     // Naive's n calls take n o + s/w, in ms for s in MB, and flat's one takes o + s/w.
     const double s = flat.mb, n = naive.calls;
     const double o = (naive_ms - flat_ms) / (n - 1), w = s / (flat_ms - o);
+    // level's "": the two differ.
     if (o > 0 && o < flat_ms && level(naive.ms.exposed, flat.ms.exposed) == "") {
         const double best = min(s, sqrt(s * o * w));  // at least one bucket
         answer("b",
@@ -857,6 +859,7 @@ static void join_equal_caps(const ModelConfig& config, DdpRuns& runs) {
              cut_into_buckets(planned.parameters, weight_dtype(), run.bucket_mb)) {
             ends.push_back(b.end);
         }
+        // The ways before BUCKETED stand first and are never joined.
         if (joined.size() > BUCKETED && ends == last_ends) {
             joined.back().name += " = " + run.name;
         } else {

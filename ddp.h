@@ -6,9 +6,9 @@
 #include "cs336.h"
 
 // Starts o.nproc ranks with the same command line, and waits for them. In a rank: joins the others,
-// and calls f. Returns the exit code. If a rank dies, or is stopped for 0.8 of --timeout, the
-// launcher kills the rest and says which. If a collective takes longer than --timeout, a rank that
-// waits for it ends the run.
+// and calls f. Returns the exit code. If a rank dies, or is stopped (Ctrl-Z) for 0.8 of
+// --timeout, the launcher kills the rest and says which. If a collective takes longer than
+// --timeout, a rank that waits for it ends the run.
 inline int run_ranks(const Options& o, const function<void(const Communicator&)>& f) {
     if (!is_rank()) { return launch_ranks(o.nproc, o.command_line, o.timeout); }
     return join_ranks(o.has("nproc") ? o.nproc : 0, o.device, o.backend, o.timeout, f);

@@ -23,7 +23,7 @@ HD inline void adamw_element(P* p_io, G g_in, P* m_io, P* v_io, AdamWScalars s) 
     *m_io = m;
     *v_io = v;
 }
-// A gradient, and where its weights and moments begin in their arenas, in elements.
+// A gradient, and where its weights and moments begin in p, m and v, in elements.
 struct FlatGradient {
     Tensor g;
     int64_t offset;
@@ -31,8 +31,8 @@ struct FlatGradient {
 using FlatGradients = vector<FlatGradient>;
 // Returns the sum of the squares of all gradients. Waits for the device.
 double square_sum(const FlatGradients& gradients);
-// Steps the weights that have these gradients, outside the tape. p is the arena of the weights, m
-// and v are those of the moments.
+// Steps the weights that have these gradients, outside the tape. p, m and v are the weights and
+// moments, flat and laid out alike: arenas, or a rank's shard of them.
 using AdamWUpdate = void(const Tensor& p, const FlatGradients& gradients, const Tensor& m,
                          const Tensor& v, AdamWScalars s);
 AdamWUpdate adamw_eager;   // op by op
@@ -55,8 +55,9 @@ FlashOutputs flash_outputs(const Tensor& qkv, int H);
 // -------------------------------------------------------------------------------------------------
 // The tables
 
-// The fused ops of layers.cu, below the tape: layers.cu calls them, and records what they did. Each
-// op but rotate reads its last tensors and writes its first ones.
+// The fused ops of layers.cu, below the tape: layers.cu calls them, and records what they did. They
+// read their last tensors and write the first: add_rmsnorm y, x and r, rmsnorm_backward dx, dx_low
+// and dw, swiglu g, swiglu_backward dh.
 struct LayerOps {
     // A null delta: x is x_in. r [N] is 1 / rms of each row of x, for backward.
     void (*add_rmsnorm)(const Tensor& y, const Tensor& x, const Tensor& r, const Tensor& x_in,

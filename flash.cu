@@ -16,26 +16,29 @@
 // tiles; here Tq and Tk are the numbers of queries and keys.) The first query and key of a tile are
 // q0 and k0.
 //
+// m, l, shrink, L_i and D_i have one number per row. * is element by element, two letters side by
+// side are a product of matrices.
+//
 // Forward (the handout's algorithm 1). A block of threads owns a tile Q_i, and all K_j and V_j
 // pass. It keeps, for each row, the largest score so far m, the sum l of exp(S - m), and O so far,
 // unnormalised:
 //   1.  S = Q_i K_j^T / sqrt(D)         [Bq,Bk]
 //   2.  m' = max(m, rowmax S)
 //   3.  P = exp(S - m'), not normalised before step 6; shrink = exp(m - m')
-//   4.  l = shrink l + rowsum P
-//   5.  O = shrink O + P V_j, m = m'
+//   4.  l = shrink * l + rowsum P
+//   5.  O = shrink * O + P V_j, m = m'
 //   6.  after the last j: O_i = O / l, L_i = m + log l
 // That is exact: shrink rescales what was summed under a smaller maximum. Memory is O(T), traffic 2
 // T^2 D / Bq elements (K and V once per tile of queries); eager's softmax alone moves 8 T^2.
 //
 // Backward (the handout's algorithm 2). Tiles of S are computed again. Now L is known, so no
 // maximum is needed:
-//   7.  D_i = rowsum(dO_i O_i)          [Tq]; once, before all else;
-//                                       equals rowsum(P dP)
+//   7.  D_i = rowsum(dO_i * O_i)        [Tq]; once, before all else;
+//                                       equals rowsum(P * dP)
 //   8.  S = Q_i K_j^T / sqrt(D), P = exp(S - L_i)
 //   9.  dV_j += P^T dO_i
 //   10. dP = dO_i V_j^T
-//   11. dS = P (dP - D_i)
+//   11. dS = P * (dP - D_i)
 //   12. dQ_i += dS K_j / sqrt(D)
 //   13. dK_j += dS^T Q_i / sqrt(D)
 // dK_j and dV_j are sums over the queries, dQ_i is one over the keys: an owner of queries
@@ -80,8 +83,8 @@ struct TileOfS {
     const AttentionArgs& a;
     int q0, M, k0, N;
     // Return the rows of x [B,H,Tq,D] for these queries, and of x [B,H,Tk,D] for these keys.
-    float* queries(const Heads& x) const { return row_at<float>(x, q0); }
-    float* keys(const Heads& x) const { return row_at<float>(x, k0); }
+    float* at_q0(const Heads& x) const { return row_at<float>(x, q0); }
+    float* at_k0(const Heads& x) const { return row_at<float>(x, k0); }
 };
 
 // Writes S = Q_i K_j^T / sqrt(D), with -inf where a query does not see a key. The last two
@@ -89,9 +92,9 @@ struct TileOfS {
 // overwrites, 1 adds.
 static void scores_cpu(float* S, const TileOfS& t) {
     const AttentionArgs& a = t.a;
-    blas_product(S, CPU_BK,                       // [M,N]
-                 t.queries(a.q), a.q.row, false,  // [M,D]
-                 t.keys(a.k), a.k.row, true,      // [N,D], transposed
+    blas_product(S, CPU_BK,                     // [M,N]
+                 t.at_q0(a.q), a.q.row, false,  // [M,D]
+                 t.at_k0(a.k), a.k.row, true,   // [N,D], transposed
                  t.M, t.N, a.q.D, a.scale, 0);
     for (int i = 0; i < t.M; i++) {
         const int seen = max(keys_seen(a.causal, t.q0 + i, a.Tk) - t.k0, 0);  // of this tile
@@ -128,9 +131,9 @@ static void flash_forward_tile_cpu(AttentionArgs a, int head, int q0) {
             }
             m[i] = larger;
         }
-        blas_product(O.data(), D,                     // step 5: [M,D] +=
-                     S.data(), CPU_BK, false,         // P [M,N]
-                     tile.keys(a.v), a.v.row, false,  // [N,D]
+        blas_product(O.data(), D,                      // step 5: [M,D] +=
+                     S.data(), CPU_BK, false,          // P [M,N]
+                     tile.at_k0(a.v), a.v.row, false,  // [N,D]
                      M, D, N, 1, 1);
     }
 
@@ -153,43 +156,43 @@ static void flash_forward_cpu(const AttentionTensors& t) {
 }
 
 // Adds to dQ, dK and dV what a tile of S gives. P and dS have room for a tile. The last argument of
-// the three products that add is beta: 0 (false) for a sum's first product, which overwrites, and 1
-// (true) for the others. The first product is, of dK and dV, that with the tile of queries at
-// `first`, and, of dQ, that with the tile of keys at 0. Step 7 is done again for each tile of keys:
-// its M D multiplications are few beside a product's M N D.
+// steps 9, 12 and 13 is beta: false (0) for a sum's first product, which overwrites, and true (1)
+// for the others, which add. dQ's first product is with the keys from 0 on. dK's and dV's is with
+// the queries from `first` on, the first that flash_backward_cpu visits. Step 7 is done again for
+// each tile of keys: its M D multiplications are few beside a product's M N D.
 static void flash_backward_tile_cpu(float* P, float* dS, const TileOfS& t, int first) {
     const AttentionArgs& a = t.a;
     const int D = a.q.D, M = t.M, N = t.N;
-    const float *o = t.queries(a.o), *dO = t.queries(a.dO);
+    const float *o = t.at_q0(a.o), *dO = t.at_q0(a.dO);
     const float* L = a.L + t.q0;
 
-    scores_cpu(P, t);                         // step 8: S
-    blas_product(dS, CPU_BK,                  // step 10: dP [M,N]
-                 dO, a.dO.row, false,         // [M,D]
-                 t.keys(a.v), a.v.row, true,  // [N,D], transposed
+    scores_cpu(P, t);                          // step 8: S
+    blas_product(dS, CPU_BK,                   // step 10: dP [M,N]
+                 dO, a.dO.row, false,          // [M,D]
+                 t.at_k0(a.v), a.v.row, true,  // [N,D], transposed
                  M, N, D, 1, 0);
     for (int i = 0; i < M; i++) {
         float *p = P + i * CPU_BK, *ds = dS + i * CPU_BK;
-        float delta = 0;
+        float D_i = 0;
         for (int d = 0; d < D; d++) {  // step 7
-            delta += o[i * a.o.row + d] * dO[i * a.dO.row + d];
+            D_i += o[i * a.o.row + d] * dO[i * a.dO.row + d];
         }
         for (int j = 0; j < N; j++) {
-            p[j] = exp(p[j] - L[i]);                   // step 8
-            ds[j] = p[j] * (ds[j] - delta) * a.scale;  // step 11, and the scale of 12 and 13
+            p[j] = exp(p[j] - L[i]);                 // step 8
+            ds[j] = p[j] * (ds[j] - D_i) * a.scale;  // step 11, and the scale of 12 and 13
         }
     }
-    blas_product(t.keys(a.dv), a.dv.row,  // step 9: dV_j [N,D] +=
-                 P, CPU_BK, true,         // [M,N], transposed
-                 dO, a.dO.row, false,     // [M,D]
+    blas_product(t.at_k0(a.dv), a.dv.row,  // step 9: dV_j [N,D] +=
+                 P, CPU_BK, true,          // [M,N], transposed
+                 dO, a.dO.row, false,      // [M,D]
                  N, D, M, 1, t.q0 > first);
-    blas_product(t.queries(a.dq), a.dq.row,    // step 12: dQ_i [M,D] +=
-                 dS, CPU_BK, false,            // [M,N]
-                 t.keys(a.k), a.k.row, false,  // [N,D]
+    blas_product(t.at_q0(a.dq), a.dq.row,       // step 12: dQ_i [M,D] +=
+                 dS, CPU_BK, false,             // [M,N]
+                 t.at_k0(a.k), a.k.row, false,  // [N,D]
                  M, D, N, 1, t.k0 > 0);
-    blas_product(t.keys(a.dk), a.dk.row,          // step 13: dK_j [N,D] +=
-                 dS, CPU_BK, true,                // [M,N], transposed
-                 t.queries(a.q), a.q.row, false,  // [M,D]
+    blas_product(t.at_k0(a.dk), a.dk.row,       // step 13: dK_j [N,D] +=
+                 dS, CPU_BK, true,              // [M,N], transposed
+                 t.at_q0(a.q), a.q.row, false,  // [M,D]
                  N, D, M, 1, t.q0 > first);
 }
 
@@ -268,7 +271,7 @@ AttentionArgs step_7(const AttentionTensors& t, Tensor* memory) {
 // stand idle; no tile is copied while another is computed on.
 
 #ifdef HAVE_CUDA
-constexpr int V1_TILE = WARP, V1_D = 128, V1_COLUMNS = V1_D / WARP;
+constexpr int V1_TILE = WARP, V1_THREADS = V1_TILE * WARP, V1_D = 128, V1_COLUMNS = V1_D / WARP;
 // + 1: 32 lanes that read one column of 32 rows read 32 different banks
 using V1Tile = float[V1_TILE][V1_D + 1];
 using V1Row = float[V1_COLUMNS];  // a row, spread over a warp
@@ -324,7 +327,7 @@ __device__ inline void v1_add_rows(V1Row& row, float x, const V1Tile& tile, int 
 
 // Writes O and L: a block owns queries, and the keys that they see pass.
 template <class T>
-__global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_forward_kernel(AttentionArgs a) {
+__global__ void __launch_bounds__(V1_THREADS, 1) flash_v1_forward_kernel(AttentionArgs a) {
     __shared__ V1Tile K, V;
     move_to_head<T>(a, blockIdx.x);
     int D = a.q.D;
@@ -362,7 +365,7 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_forward_kernel(Atte
 
 // Writes dQ: a block owns queries, and the keys that they see pass.
 template <class T>
-__global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dq_kernel(AttentionArgs a) {
+__global__ void __launch_bounds__(V1_THREADS, 1) flash_v1_dq_kernel(AttentionArgs a) {
     __shared__ V1Tile K, V;
     move_to_head<T>(a, blockIdx.x);
     int D = a.q.D;
@@ -395,7 +398,7 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dq_kernel(Attention
 // second time, so that no two blocks add to one sum: no atomics are needed, and every run gives the
 // same bits.
 template <class T>
-__global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dkv_kernel(AttentionArgs a) {
+__global__ void __launch_bounds__(V1_THREADS, 1) flash_v1_dkv_kernel(AttentionArgs a) {
     __shared__ V1Tile Q, dO;
     move_to_head<T>(a, blockIdx.x);
     int D = a.q.D;
@@ -456,8 +459,8 @@ static void flash_v1_backward(const AttentionTensors& t) {
 // v2_add_rows stand where v1_dot and v1_add_rows stood. What changes, and why it is faster:
 //   - mma multiplies a 16x16 by a 16x8 matrix in one instruction of a warp (on a T4 in two), 2048
 //     multiplications. All its matrices lie in the warp's registers.
-//   - A warp owns 8 R rows, 16 or 32, where it owned one. What it reads of a passing tile serves
-//     all of them.
+//   - A warp owns 16 or 32 rows, where it owned one: R = 2 or 4 squares (below) of 8 rows; v2_with
+//     chooses R. What it reads of a passing tile serves all of them.
 //   - The next tile is copied while this one is computed on (not on a T4: see copy_16).
 //   - Forward's exponential is exp2, too, which the GPU has. With c = log2(e) / sqrt(D), and m[r]
 //     holding m log2(e), step 3's exp(S - m) is exp2(c x - m[r]), where x is the product without
@@ -490,7 +493,7 @@ static void flash_v1_backward(const AttentionTensors& t) {
 
 #ifdef HAVE_CUDA
 constexpr int V2_WARPS = 4, V2_THREADS = V2_WARPS * WARP;  // threadIdx.x counts them
-// v2_own: the rows that a block owns, 8 R of each warp. v2_keys, v2_queries: the rows of a passing
+// v2_own: the rows that a block owns, 8 R for each warp. v2_keys, v2_queries: the rows of a passing
 // tile of keys, and of queries. S and dP of such a tile have to fit into registers, beside sums of
 // D columns.
 HD constexpr int v2_own(int R) { return V2_WARPS * 8 * R; }
@@ -549,7 +552,7 @@ template <int D, int ROWS, class T>
 __device__ void v2_load(T* tile_smem,  // [ROWS,D + 8]
                         const Heads& x, int b, int h, int first) {
     constexpr int ACROSS = D == 80 ? 16 : D / 8, DOWN = V2_THREADS / ACROSS;
-    static_assert(ROWS % DOWN == 0);  // so ACROSS is a power of two
+    static_assert(ROWS % DOWN == 0);  // why ACROSS is 16 at D = 80, and not 10
     int i = threadIdx.x / ACROSS, d = threadIdx.x % ACROSS * 8;
     if (d >= D) { return; }
 
@@ -643,7 +646,8 @@ __device__ void v2_store(const float (&x_rmem)[R][N][2], const Heads& x, int b, 
 template <bool TRANSPOSED, int R, int N>
 __device__ void v2_mask(float (&S_rmem)[R][N][2], const AttentionArgs& a, int q0, int k0) {
     int last_key = k0 + 8 * (TRANSPOSED ? R : N) - 1;
-    if (last_key < keys_seen(a.causal, q0, a.Tk)) { return; }  // all see all
+    // The first query sees the last key, so each query sees all.
+    if (last_key < keys_seen(a.causal, q0, a.Tk)) { return; }
 
     v2_each(S_rmem, [&](float& s, int r, int n, int e) {
         int i = q0 + (TRANSPOSED ? v2_column(n, e) : v2_row(r));
@@ -666,7 +670,7 @@ __device__ void v2_raise_maximum(float (&m)[R], float (&l)[R], float (&O_rmem)[R
     for (float& x : larger) { x = -INFINITY; }
     v2_each(S_rmem, [&](float s, int r, int, int) { larger[r] = fmaxf(larger[r], s); });
     for (int r = 0; r < R; r++) {
-        larger[r] = fmaxf(m[r], larger[r] * c);
+        larger[r] = fmaxf(m[r], larger[r] * c);  // m' of this lane's columns, in m's unit
         due |= larger[r] > m[r] + SLACK;
     }
     if (!__any_sync(0xffffffff, due)) { return; }
@@ -713,7 +717,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_forward_kernel(Attenti
         // is copied: so one barrier does what flash_v1's two do.
         __syncthreads();
         if ((j + 1) * Bk < keys) { load(j + 1); }
-        // no query of the warp sees a key of tile j
+        // No query of the warp sees a key of tile j. The warp still comes to the next barrier.
         if (a.causal && j * Bk > q0 + warp_row + 8 * R - 1) { continue; }
 
         const T *K_j = K_smem + j % 2 * Bk * ROW, *V_j = V_smem + j % 2 * Bk * ROW;
@@ -773,7 +777,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dq_kernel(AttentionArg
         await_copies();
         __syncthreads();  // tile j is there, and all warps have read tile j - 1
         if ((j + 1) * Bk < keys) { load(j + 1); }
-        // no query of the warp sees a key of tile j
+        // No query of the warp sees a key of tile j. The warp still comes to the next barrier.
         if (a.causal && j * Bk > q0 + warp_row + 8 * R - 1) { continue; }
 
         const T *K_j = K_smem + j % 2 * Bk * ROW, *V_j = V_smem + j % 2 * Bk * ROW;
@@ -833,7 +837,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dkv_kernel(AttentionAr
         v2_dot<D>(S_rmem, K_smem + warp_row * ROW, Q_i);  // step 8's S, but for the scale
         v2_mask<true>(S_rmem, a, i * Bq, k0 + warp_row);
         v2_each(S_rmem, [&](float& s, int r, int n, int e) {
-            s = exp2_approx(s * c - query[v2_column(n, e)].L_log2e);  // S becomes P
+            s = exp2_approx(s * c - query[v2_column(n, e)].L_log2e);  // step 8: S becomes P
         });
         v2_add_rows(dV_rmem, S_rmem, dO_i);  // step 9
         v2_each(dP_rmem, [&](float& dp, int, int n, int e) { dp = -query[v2_column(n, e)].D_i; });

@@ -23,8 +23,9 @@
 //   D_i   the root of sum_j (e p_j dp_j)^2 + sum_d (u O_id dO_id)^2: an implementation computes it
 //         from P and dP, or from O and dO
 //   ds_j  p_j times the root of (e (dp_j - D_i))^2 + (u dp_j)^2 + (D_i's error)^2
-// A result is a sum of products such as p_j v_jd. Each adds to its error the first factor's error
-// times the second factor. With the root of the sum of their squares the bound of a result is
+// A result is a sum of products such as p_j v_jd. A product's error is its first factor's error,
+// above, times its second factor, which is an input and exact. With the root of the sum of these
+// errors' squares the bound of a result is
 //   SIGMAS (that root + u |result| + tiny)
 // Tiny is what underflow may cost in fp16, of a result and of each first factor; else it is 0.
 
@@ -92,17 +93,18 @@ static void add_query(Reference& r, const AttentionTensors& t, double u, double 
 
     const double* dO = row(t.dO, i);
     const double* O = row(r.results[OF_O], i);
-    double Di = 0, Di_error_squared = 0;
-    for (int d = 0; d < D; d++) { Di_error_squared += square(u * O[d] * dO[d]); }
+    double D_i = 0, D_i_error_squared = 0;
+    for (int d = 0; d < D; d++) { D_i_error_squared += square(u * O[d] * dO[d]); }
     for (int j = 0; j < n; j++) {
         dp[j] = std::inner_product(dO, dO + D, row(t.v, j), 0.0);
-        Di += p[j] * dp[j];
-        Di_error_squared += square(e * p[j] * dp[j]);
+        D_i += p[j] * dp[j];
+        D_i_error_squared += square(e * p[j] * dp[j]);
         add(OF_DV, j, p[j], e * p[j], dO);
     }
     for (int j = 0; j < n; j++) {
-        const double ds = scale * p[j] * (dp[j] - Di);  // with the scale
-        const double error = sqrt(square(e * (dp[j] - Di)) + square(u * dp[j]) + Di_error_squared);
+        const double ds = scale * p[j] * (dp[j] - D_i);  // with the scale
+        const double error =
+            sqrt(square(e * (dp[j] - D_i)) + square(u * dp[j]) + D_i_error_squared);
         add(OF_DQ, i, ds, scale * p[j] * error, row(t.k, j));
         add(OF_DK, j, ds, scale * p[j] * error, q);
     }

@@ -54,7 +54,7 @@ struct Fsdp {
     vector<FsdpWait> waits;  // of this step
     // Each unit takes its AdamW step before the unit below starts its reduce-scatter (unit 0: at
     // backward's end), and its gradient is not kept. So the step must have one backward, and need
-    // no norm before: max_norm is 0 and the precision not fp16, which no line checks.
+    // no norm before: max_norm is 0, and the precision is not fp16, which the caller checks.
     // fsdp_optimizer_step still follows: it steps the RMSNorms' weights.
     bool steps_in_backward = false;
     // The lowest unit whose backward has begun; until forward comes to the head, the number of
@@ -68,8 +68,8 @@ static Tensor own_part(const Fsdp& f, const FsdpUnit& unit, const Tensor& whole)
     return view(whole, f.c.rank * unit.part, {unit.part});
 }
 
-// Returns the units, with the range of the model's arena that each one's parameters cover. They
-// stand there in the order of their offsets.
+// Returns the units, each with the range that its parameters have in lay_out_model's layout. The
+// parameters come in the order of their offsets, so a unit's first one begins its range.
 static vector<FsdpUnit> units_from(const vector<Parameter>& parameters) {
     vector<FsdpUnit> units;
     for (const Parameter& parameter : parameters) {
@@ -94,7 +94,7 @@ static shared_ptr<Fsdp> fully_shard(const Communicator& c, const vector<Paramete
     fsdp->units = units_from(parameters);
     fsdp->reached = (int)fsdp->units.size();
 
-    // The shard: the own parts, then the norms.
+    // The shard: the own parts, then the norms. norms_begin is the end of the parts so far.
     for (FsdpUnit& unit : fsdp->units) {
         unit.part = aligned((unit.end - unit.begin + c.world - 1) / c.world);
         unit.offset = fsdp->norms_begin;
@@ -139,7 +139,7 @@ static shared_ptr<Fsdp> fully_shard(const Communicator& c, const vector<Paramete
     return fsdp;
 }
 
-// Returns a parameter's tensor (see Place), a view of its unit's buffer, or for a norm of the
+// Returns a parameter's tensor (see Place): a view of its unit's buffer or, for a norm, of the
 // shard. Enters it among its unit's slots.
 static Tensor place(Fsdp& fsdp, const Parameter& parameter, const Shape& shape) {
     Tensor whole, gradients;
@@ -162,7 +162,18 @@ static Tensor place(Fsdp& fsdp, const Parameter& parameter, const Shape& shape) 
 }
 
 // -------------------------------------------------------------------------------------------------
-// FSDP's hooks: gathers before a unit's ops, reduce-scatters behind them.
+// FSDP's hooks: gathers before a unit's ops, reduce-scatters behind them. begin_unit and end_unit
+// (model.cu) call them. In forward pre_forward(i) runs before each unit i. Backward begins with the
+// head, whose weights are still there. Then pre_backward(i) runs before each unit i, down to the
+// embedding, and at the end finish_backward:
+//
+//                     waits for     starts      waits for    starts the
+//                     reduce of     reduce of   gather of    gather of
+//   a block, unit i   i + 2         i + 1       i            i - 1, if that is a block
+//   unit 0            2             1           -            -
+//   finish_backward   1, and of 0   0           -            -
+//
+// Here reduce is the reduce-scatter of a unit's gradients.
 
 // Starts the gather of unit i into its buffer, in the dtype that its products take.
 static void start_gather(Fsdp& fsdp, int i) {
@@ -184,9 +195,15 @@ static void wait_for(Fsdp& f, int unit, const WorkPtr& work) {
     f.waits.push_back({unit, work, asked, mark()});
 }
 
-// Waits for unit i's weights and starts the gather that is needed next: of i + 1 on the way up, of
-// i - 1 on the way down. Forward goes up to the head. A checkpoint that backward runs
-// again goes up, too, but turns below `reached`, the unit whose backward has begun.
+// Waits for unit i's weights and starts the gather that is needed next:
+//
+//   of U units                                reached   next
+//   forward, unit i < U - 1                   U         i + 1
+//   forward, the head, U - 1                  U - 1     i - 1, which is still in its buffer
+//   backward, unit i                          i         i - 1
+//   a checkpoint's second run, of units g to r - 1, once backward has done unit r
+//     unit i < r - 1                          r         i + 1
+//     unit r - 1                              r         i - 1, which may be in its buffer, too
 static void pre_forward(Fsdp& fsdp, int i) {
     Range range("gather");
     if (fsdp.in_buffer[i % 2] != i) { start_gather(fsdp, i); }
@@ -195,10 +212,10 @@ static void pre_forward(Fsdp& fsdp, int i) {
 
     const bool goes_up = i + 1 < fsdp.reached;
     const int next = goes_up ? i + 1 : i - 1;
-    // The handout's rule: start a gather only when the layer two before it has finished. Here that
-    // is unit next - 2 on the way up, and next + 2 on the way down, which had the same buffer. Its
-    // ops are queued on the compute stream already, and a gather starts behind what is queued. So
-    // the rule holds by the order of the queue.
+    // The handout's rule: start a gather only when the layer two before it has finished. That layer
+    // is the one that had next's buffer: unit i - 1 on the way up, i + 1 on the way down. Its ops
+    // are queued on the compute stream already, and a gather starts behind what is queued. So the
+    // rule holds by the order of the queue.
     if (next > 0 && fsdp.in_buffer[next % 2] != next) {  // backward needs no embedding
         start_gather(fsdp, next);
     }
@@ -248,7 +265,8 @@ static void finish_reduce(Fsdp& fsdp) {
 // Starts the reduce-scatter of unit i's gradients.
 static void start_reduce(Fsdp& fsdp, int i) {
     Range range("reduce");
-    finish_reduce(fsdp);  // of unit i + 1: backward now writes unit i - 1's gradients over them
+    // Of unit i + 1, whose buffer backward is about to fill with unit i - 1's gradients.
+    finish_reduce(fsdp);
     FsdpUnit& unit = fsdp.units[i];
     zero_the_rest(unit);
     // The average may stay in the buffer of the unit's gradients: finish_reduce steps it before
@@ -261,8 +279,7 @@ static void start_reduce(Fsdp& fsdp, int i) {
 
 // Runs when backward comes to unit i. The gradients of unit i + 1 are complete then, so their
 // reduce-scatter starts. Unit i's weights may have been overwritten since forward, so pre_forward
-// gets them again; it also starts the gather of unit i - 1. The head, the last unit, has no
-// pre_backward.
+// gets them again.
 static void pre_backward(Fsdp& f, int i) {
     start_reduce(f, i + 1);
     f.reached = i;
@@ -500,19 +517,19 @@ int cmd_fsdp(const Options& options) {
 // the first three ways; the fourth is FSDP with steps_in_backward
 enum Way { PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED };
 struct FsdpRun : WayRun {
-    vector<double> gather{}, wait{};  // of each unit in forward, ms, in the mean step
+    vector<double> gather_ms{}, wait_ms{};  // of each unit in forward, in the mean step
 };
 
 // Adds 1/`steps` of the last step's times, so that after all timed steps they are means. A step's
 // first waits are forward's, one per unit, in order: waits[i] is unit i's.
 static void add_unit_times(const Fsdp& fsdp, int steps, FsdpRun& run) {
     const size_t units = fsdp.units.size();
-    run.gather.resize(units);
-    run.wait.resize(units);
+    run.gather_ms.resize(units);
+    run.wait_ms.resize(units);
     for (size_t i = 0; i < units; i++) {
-        const FsdpWait& wait = fsdp.waits[i];
-        run.gather[i] += ms_of(wait.work->end, wait.work->begin) / steps;
-        run.wait[i] += ms_of(wait.got, wait.asked) / steps;
+        const FsdpWait& stall = fsdp.waits[i];
+        run.gather_ms[i] += ms_of(stall.work->end, stall.work->begin) / steps;
+        run.wait_ms[i] += ms_of(stall.got, stall.asked) / steps;
     }
 }
 
@@ -544,10 +561,10 @@ static void print_fsdp_accounting(const string& caption, const vector<FsdpRun>& 
     const FsdpRun& fsdp = runs[FULLY_SHARDED];
     Table times{"(b): FSDP's all-gathers in forward, and its waits for them, ms; rank 0, mean step",
                 {"unit", "gather", "wait"}};
-    for (size_t i = 0; i < fsdp.gather.size(); i++) {
+    for (size_t i = 0; i < fsdp.gather_ms.size(); i++) {
         string unit = i == 0 ? "embedding" : strprintf("layer %zu", i - 1);
-        if (i + 1 == fsdp.gather.size()) { unit = "lm_head"; }
-        times.row(unit, strprintf("%.3f", fsdp.gather[i]), strprintf("%.3f", fsdp.wait[i]));
+        if (i + 1 == fsdp.gather_ms.size()) { unit = "lm_head"; }
+        times.row(unit, strprintf("%.3f", fsdp.gather_ms[i]), strprintf("%.3f", fsdp.wait_ms[i]));
     }
     if (!times.rows.empty()) { print(times); }
 }
@@ -576,42 +593,46 @@ static string causes(const MemoryUse& other, const MemoryUse& fsdp, double saved
 
 // Answers (a) and (b). runs: by Way; psi: parameters; bytes: of a weight.
 static void answer_fsdp_accounting(const vector<FsdpRun>& runs, int world, double psi, int bytes) {
-    // bytes that a rank holds with DDP, FSDP and the sharded optimizer
-    const double N = world, full = 4 * bytes * psi, part = full / N, split = (full + part) / 2;
+    // bytes that a rank holds
+    const double N = world, of_ddp = 4 * bytes * psi, of_fsdp = of_ddp / N;
+    const double of_sharded =
+        (of_ddp + of_fsdp) /
+        2;  // it has the whole weights and gradients, and a part of both moments
     answer("a",
            "FSDP should save %.1f MiB against DDP and %.1f MiB against a sharded optimizer. "
            "Weights, gradients and two moments take %d Psi bytes with DDP, (%d + %d/N) Psi with "
            "the sharded optimizer and %d Psi/N with FSDP (Psi = %.4g, N = %d).",
-           mib_of(full - part), mib_of(split - part), 4 * bytes, 2 * bytes, 2 * bytes, 4 * bytes,
-           psi, world);
+           mib_of(of_ddp - of_fsdp), mib_of(of_sharded - of_fsdp), 4 * bytes, 2 * bytes, 2 * bytes,
+           4 * bytes, psi, world);
     const FsdpRun& fsdp = runs[FULLY_SHARDED];
     if (fsdp.oom) { return answer("a", "FSDP did not fit."); }
 
-    // held: the bytes that a rank holds; moments: those of AdamW's state that FSDP saves
+    // held: the bytes that a rank holds; moments: those of AdamW's state that FSDP saves. The
+    // division by 4: FSDP saves as much in weights, in gradients and in each moment.
     auto answer_against = [&](const FsdpRun& run, const char* name, double held, double moments) {
         if (run.oom) { return answer("a", "%s did not fit.", run.name.c_str()); }
         const double saved = mib_of((double)run.use.peak - (double)fsdp.use.peak);
-        const double saved_beyond = saved - mib_of(held - part);
+        const double saved_beyond = saved - mib_of(held - of_fsdp);
         answer("a", "FSDP takes %.1f MiB %s than %s. It takes %.1f MiB %s than expected%s.",
                fabs(saved), saved < 0 ? "more" : "less", name, fabs(saved_beyond),
                saved_beyond < 0 ? "more" : "less",
-               causes(run.use, fsdp.use, (full - part) / 4, moments).c_str());
+               causes(run.use, fsdp.use, (of_ddp - of_fsdp) / 4, moments).c_str());
     };
-    answer_against(runs[PLAIN_DDP], "DDP", full, (full - part) / 2);
-    answer_against(runs[SHARDED_OPTIMIZER], "the sharded optimizer", split, 0);
+    answer_against(runs[PLAIN_DDP], "DDP", of_ddp, (of_ddp - of_fsdp) / 2);
+    answer_against(runs[SHARDED_OPTIMIZER], "the sharded optimizer", of_sharded, 0);
 
     double gathers = 0, waits = 0, late = 0;  // of those in forward that have a block to hide under
-    for (size_t unit = 2; unit < fsdp.gather.size(); unit++) {
-        gathers += fsdp.gather[unit];
-        waits += fsdp.wait[unit];
-        late += fsdp.wait[unit] > 0.05 * fsdp.gather[unit];
+    for (size_t unit = 2; unit < fsdp.gather_ms.size(); unit++) {
+        gathers += fsdp.gather_ms[unit];
+        waits += fsdp.wait_ms[unit];
+        late += fsdp.wait_ms[unit] > 0.05 * fsdp.gather_ms[unit];
     }
     answer(
         "b",
         "Gathers after layer 0 (%zu) take %.3f ms, and forward waits %.3f ms for them. Late, by "
         "over 5 %% of a gather's time: %.0f. No block runs before the gathers of the embedding and "
         "of layer 0: forward waits %.3f and %.3f ms for them.",
-        fsdp.gather.size() - 2, gathers, waits, late, fsdp.wait[0], fsdp.wait[1]);
+        fsdp.gather_ms.size() - 2, gathers, waits, late, fsdp.wait_ms[0], fsdp.wait_ms[1]);
 }
 
 // Times the four ways (in fp16 three, without AdamW in backward), and prints tables and answers.
@@ -680,7 +701,7 @@ static MakeTrainer trainer_of(const Options& options) {
         Trainer trainer;
         trainer.model = random_model(config, options.seed);
         make_optimizer_state(trainer.model);
-        if (options.batch_size > 1) { make_gradients(trainer.model); }  // in which they add up
+        if (options.batch_size > 1) { make_gradients(trainer.model); }  // they add up there
         return trainer;
     };
 }
@@ -691,20 +712,20 @@ static MakeTrainer trainer_of(const Options& options) {
 //   0. nothing
 //   1. all norms and SwiGLUs (0.8 ms)
 //   2. as 1, and the feed-forwards of n blocks (9 ms)
-//   3. as 1, and all feed-forwards, and n blocks whole (24 ms more)
+//   3. as 1, and all feed-forwards, and n blocks whole (24 ms more for each of the n)
 // With results in host memory (fast_ways.h) 2 and 3 cost less. The peak falls nearly in a straight
 // line with n. So two plans, for n = 0 and for all blocks, give a first n, which grows until its
-// plan fits or it is all blocks. peak_with leaves in the context what it planned: an early return
-// keeps that.
+// plan fits or it is all blocks.
 static void choose_what_runs_again(const Options& options, int world, double room) {
+    // It leaves in the context what it planned: an early return keeps that.
     auto peak_with = [&](bool recompute, const Checkpointing& checkpoint) {
         context.recompute = recompute;
         context.checkpoint = checkpoint;
         return (double)steps_peak(world, options, trainer_of(options), options.batch_size);
     };
     if (peak_with(false, {}) <= room) { return; }
-    const double nothing = peak_with(true, {});
-    if (nothing <= room) { return; }
+    const double norms = peak_with(true, {});
+    if (norms <= room) { return; }
 
     // BLOCKS with n = 0: no block whole, so the feed-forwards of all
     const double ffns = peak_with(true, {Checkpointing::BLOCKS, 0});
@@ -714,7 +735,7 @@ static void choose_what_runs_again(const Options& options, int world, double roo
         return (int)ceil(L * (from - room) / (from - to));
     };
     if (ffns <= room) {
-        context.checkpoint = {Checkpointing::FFN, enough(nothing, ffns)};
+        context.checkpoint = {Checkpointing::FFN, enough(norms, ffns)};
     } else if (blocks <= room) {
         context.checkpoint = {Checkpointing::BLOCKS, enough(ffns, blocks)};
     } else {
@@ -775,8 +796,8 @@ static void leaderboard(Options options, const Communicator& c) {
     // Up to half of the host's free memory may hold checkpoints' results.
     const bool keeps = context.device == CUDA && fast_ways.keep_on_host;
     if (keeps) { fast_ways.keep_on_host(room_of_each_rank(c, CPU) / 2); }
-    // Of 31 parts of the room a step may need 30. One is left for NCCL, cuBLAS and the gaps between
-    // buffers.
+    // The step's peak and a thirtieth more, for NCCL, cuBLAS and the gaps between buffers, must
+    // fit.
     if (!options.has("checkpoint")) {
         choose_what_runs_again(options, c.world, room_of_each_rank(c) * 30.0 / 31);
     }
@@ -786,9 +807,9 @@ static void leaderboard(Options options, const Communicator& c) {
         if (trainer.steps > 0) { return; }
         // The head's unit, after the blocks, begins the part head_and_loss.
         trainer.model.pre_forward = [&trainer, head = config.num_layers + 1,
-                                     gather = trainer.model.pre_forward](int unit) {
+                                     hook = trainer.model.pre_forward](int unit) {
             if (unit == head) { trainer.marks.push_back({&StepTimes::head_and_loss, mark()}); }
-            if (gather) { gather(unit); }
+            if (hook) { hook(unit); }
         };
     };
     run_way(run, c, options, trainer_of(options), see, options.batch_size);

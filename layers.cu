@@ -39,7 +39,8 @@
 // A tensor knows its type at run time, a kernel has to know it at compile time. Each fused op
 // therefore calls with_types() with a function that is compiled for each pair that occurs, and
 // with_types() runs the one that fits its tensors. RUN (lib/gpu.h), or for_each (below) where one
-// body serves both, then chooses between CPU and GPU. In fp32 the whole call
+// body serves both, then chooses between CPU and GPU. Of zero and x_zero only the types matter:
+// y.as(zero) is (T*)y.data. In fp32 the whole call, with N rows of C elements,
 //   with_types(y, x, [&](auto zero, auto x_zero) {
 //       RUN(op, x.device(), N, y.as(zero), x.as(x_zero), N, C);
 //   });
@@ -52,8 +53,8 @@
 // RUN launches the ROW_THREADS of its file: attention.cu has other ones.
 constexpr int THREADS = 256, ROW_THREADS = 512;
 
-// Runs f(zero, x_zero). zero has the type T of t's dtype, x_zero the type X of x's dtype. Only the
-// types matter: y.as(zero) is (T*)y.data. On META it does nothing. Five pairs of types occur:
+// Runs f(zero, x_zero). zero has the type T of t's dtype, x_zero the type X of x's dtype. On META
+// it does nothing. Five pairs of types occur:
 //   T  float  bf16   bf16  fp16   double
 //   X  float  float  bf16  float  double
 // So X is bf16 where t and x both are. Else X is Wide<T>, the type of +zero (see with_gpu_type in
@@ -78,7 +79,7 @@ static const LayerOps& ops();
 //   x += delta;  r = 1/sqrt(mean_c(x_c^2) + eps);  y_c = w_c x_c r
 //   dx_c = r w_c dy_c - x_c r^3/C sum_j(w_j dy_j x_j);  dw_c = sum over rows of dy_c x_c r
 // x, delta, y, dx [N,C]; r [N]; w [C]. Mode eager needs 7 kernels forward and 12 backward for
-// it (under autocast 13; in pure bf16 9 and 14, with casts); fused it is 1 and 2.
+// it (with casts: under autocast 7 and 13, in pure bf16 9 and 14); fused it is 1 and 2.
 
 // Adds delta to *x, if there is one, and returns y. Autograd knows the backward of each step.
 static Tensor add_rmsnorm_eager(Tensor* x, const Tensor& delta, const Tensor& w, float eps) {
@@ -286,6 +287,7 @@ static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor&
 
     auto dx_low = make_shared<Tensor>();
     if (delta) {
+        // Backward's second step of the two: x's gradient is complete.
         record(x, {x_in, delta},
                [dx_low, gx = x_in.gradient, gd = delta.gradient](const Tensor& dx) {
                    add_gradient(gx, dx);
@@ -296,6 +298,7 @@ static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor&
     }
 
     bool wants_low = delta && delta.gradient && delta.dtype != x.dtype;
+    // Backward's first step of the two: it fills dx_low.
     record(y, {x, w}, [x, r, w, dx_low, wants_low](const Tensor& dy) {
         bool add_dx;
         Tensor dx = gradient_target(x.gradient, &add_dx);
@@ -344,10 +347,10 @@ static void for_each(Device device, int64_t N, int64_t columns, const F& f) {
 //   t theta^(-2i/D):
 //   y_2i = cos x_2i - sin x_2i+1,  y_2i+1 = sin x_2i + cos x_2i+1
 // Backward rotates by the opposite angle.
-// Fused: one product gives q, k and v side by side, y [B,T,C] -> [B,T,3,H,D]. One kernel rotates q
-// and k and lays all three out as [B,H,T,D] for attention: each element is read and written
-// once, where eager needs some 16 kernels. For mode flash the same kernel rotates q and k in place,
-// side by side: FlashAttention's kernels address the heads by strides.
+// Fused: one product of the norm's output [B,T,C] gives q, k and v side by side, [B,T,3,H,D]. One
+// kernel rotates q and k and lays all three out as [B,H,T,D] for attention: each element is read
+// and written once, where eager needs some 16 kernels. For mode flash the same kernel rotates q and
+// k in place, side by side: FlashAttention's kernels address the heads by strides.
 
 // Returns [T,D]: for each position and pair the cos, then the sin of its angle.
 Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype) {
@@ -767,8 +770,9 @@ Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, 
             cross_entropy_run(view(row_losses, first, {n}), lse, l, t);
 
             if (!dx) { continue; }
-            cross_entropy_backward(l, l, lse, t, one, N);
+            cross_entropy_backward(l, l, lse, t, one, N);  // l becomes dl
             gemm(view(dx, first * C, {n, C}), l, false, w, false);
+            // The last argument is beta: 0 for the first rows, which overwrite dW.
             gemm(dW, l, true, part, false, 1, first > 0);
         }
     }

@@ -39,9 +39,9 @@ static RunCommand cmd_list, cmd_info, cmd_reproduce;
 // -------------------------------------------------------------------------------------------------
 // The commands, in the handout's order
 //
-// Their options are told as one types them: `--steps 5` has the default 5; `--seed` alone has the
-// default of add_common_options() or add_own_options() below. REQUIRED behind an option says that
-// it has to be typed. LIST says that it takes several words with commas between them; the
+// Their options are written as one types them: `--steps 5` has the default 5; `--seed` alone has
+// the default of add_common_options() or add_own_options() below. REQUIRED behind an option says
+// that it has to be typed. LIST says that it takes several words with commas between them; the
 // experiment runs all of them. Where an option stands twice, its last default counts.
 
 static const string COMMON = "--edition --device --format --quick ";  // every command has these
@@ -116,8 +116,7 @@ static const Command COMMANDS[] = {
      "what backward runs again, to keep less",
      MODEL + "--size xl --context_length 2048 --batch_size --warmup 1 --steps 2 --precision fp32 "
              "--mode eager --seed",
-     // At this length a block's scores, residuals and gradients are to each other about as those of
-     // xl.
+     // At this length a block's scores, residuals and gradients have about xl's proportions.
      "--d_model 64 --d_ff 256 --num_layers 8 --num_heads 4 --vocab_size 100 "
      "--context_length 256 --batch_size 1"},
     {COMMAND(pytorch_attention), "1.2.1", "4.1.1", 2, true, "time and memory of plain attention",
@@ -387,7 +386,8 @@ static bool is_quick(const Command& c, const Options& o) {
 // not take is a usage error.
 static bool parse_words(CLI::App& app, const vector<string>& words) {
     for (const string& word : words) {
-        // Refuses 1,,2, which CLI11 takes for 1,2.
+        // Refuses 1,,2, which CLI11 takes for 1,2, also in a file's name. The list is what stands
+        // behind '=', or the whole word: npos + 1 is 0.
         const string list = "," + word.substr(word.find('=') + 1) + ",";
         if (list != ",," && list.find(",,") != string::npos) {
             usage_error("%s: a comma has nothing before or behind it", word.c_str());

@@ -34,8 +34,9 @@ void check_config(const ModelConfig& c) {
     }
 }
 
-// Returns the sizes, checked: a custom one where --d_model, --d_ff, --num_layers or --num_heads has
-// a value, with small's numbers for the others; else those of --size, in the table's order.
+// Returns the sizes, checked: those of --size, if it was typed; else a custom one where --d_model,
+// --d_ff, --num_layers or --num_heads has a value, typed or by default, with small's numbers for
+// the others; else those of --size's default. They come in the table's order.
 ModelConfigs configs_of(const Options& o) {
     ModelConfigs configs;
     if (!o.has("size") && (o.d_model || o.d_ff || o.num_layers || o.num_heads)) {
@@ -75,7 +76,7 @@ struct WeightRow {
     string name;  // the staff model's, without ".weight"
     Shape shape;
     int unit;
-    Tensor* place;  // in the model
+    Tensor* field;  // of the model, that the weight goes into
     // Set for q and w1 only: where the joined qkv or w13 goes, and its shape.
     Tensor* joined = nullptr;
     Shape joined_shape = {};
@@ -133,7 +134,7 @@ void place_weights(Model& model, const Place& place) {
         };
         if (rows[i].joined) { *rows[i].joined = slot(rows[i].joined_shape); }
         p.weight = slot(p.shape);
-        *rows[i].place = p.weight;
+        *rows[i].field = p.weight;
     }
 }
 
@@ -242,18 +243,21 @@ using FeedForward = decltype(feed_forward);
 // for backward. The block's last part is added by the next norm, the next block's ln1 or
 // ln_final, or at the end of a checkpoint (run_blocks).
 static void run_block(const Model& model, const Layer& layer, FeedForward* ffn, Residual& x) {
+    // sum += delta;  delta = attention(norm(sum, ln1))
     x += attention_part(model, layer, x.norm(layer.ln1));
+    // sum += delta;  delta = ffn(norm(sum, ln2))
     x += ffn(layer, x.norm(layer.ln2));
 }
 
 // -------------------------------------------------------------------------------------------------
 // Units: the embedding, each block, the head. FSDP gathers the weights unit by unit before forward
 // and, if their buffer was overwritten, before backward. begin_unit stands before a unit's ops and
-// calls pre_forward. end_unit stands behind them: it returns y_in, the last op's result, with one
-// more step on the tape, which calls pre_backward. Backward comes to this step before the unit's
-// other steps, since the tape runs from its end. The head has no end_unit: its weights are still
-// there when backward begins. The norms belong to no unit: every rank has them. The steps refer to
-// the model, which stays at its address. Every loss runs through all units: so ranks gather alike.
+// calls pre_forward. end_unit stands behind them: it returns y_in, the last op's result (a block's
+// delta), with one more step on the tape, which calls pre_backward. Backward comes to this step
+// before the unit's other steps, since the tape runs from its end. The head has no end_unit: its
+// weights are still there when backward begins. The norms belong to no unit: every rank has them.
+// The steps refer to the model, which stays at its address. Every forward to a loss runs through
+// all units: so all ranks gather the same units in the same order.
 
 void begin_unit(const Model& model, int unit) {
     if (model.pre_forward) { model.pre_forward(unit); }
@@ -597,11 +601,13 @@ static vector<Sweep> sweeps_of(Options o) {
     return sweeps;
 }
 
-// Runs a phase, whose number is its last part's (0: forward), and returns that part's ms.
+// Runs a phase and returns the ms of its last part: forward, backward or the optimizer. run_phase
+// calls between(FORWARD) before backward and between(FORWARD_BACKWARD) before the optimizer. Only
+// the last call, done == phase - 1, starts the clock anew.
 static double last_part_ms(Phase phase, Model& model, const Batch& batch, LossScaler& scaler) {
     double begin = now_ms();
     run_phase(phase, model, batch, scaler, [&](Phase done) {
-        if (done + 1 < phase) { return; }  // part `phase` is the last; done + 1 comes next
+        if (done + 1 < phase) { return; }
         synchronize();  // else what is left of the parts before would count to the last
         begin = now_ms();
     });

@@ -20,23 +20,23 @@ static float rounded(float x, DType format) {
 
 struct Accumulation {
     float sum;
-    int stalled;  // after so many additions the sum did not move any more
+    int last_moved;  // the last addition that moved the sum
 };
-// Runs the sum in `format` with x in `addend_format`; returns it, and when it stalled. A 16-bit sum
-// is rounded twice: to fp32's 24 significant bits, then to the p of `format`, the leading 1
+// Runs the sum in `format` with x in `addend_format`; returns it, and when it last moved. A 16-bit
+// sum is rounded twice: to fp32's 24 significant bits, then to the p of `format`, the leading 1
 // included (fp16: 11, bf16: 8). Since 24 >= 2 p + 2, that gives the same as one rounding of the
 // exact sum.
 static Accumulation accumulate(DType format, DType addend_format) {
     float x = rounded(0.01f, addend_format), s = 0;
-    int stalled = 0;
+    int last_moved = 0;
 
     for (int i = 1; i <= ADDITIONS; i++) {
         float t = rounded(s + x, format);
-        if (t != s) { stalled = i; }
+        if (t != s) { last_moved = i; }
         s = t;
     }
 
-    return {s, stalled};
+    return {s, last_moved};
 }
 
 // Prints the sums of the handout's four ways and of bf16, each with the two parts of its error, and
@@ -67,7 +67,7 @@ int cmd_mixed_precision_accumulation(const Options& o) {
         double exact_sum = ADDITIONS * (double)rounded(0.01f, row.addend);
         table.row(row.what, strprintf("%.7f", a.sum), strprintf("%.7f", a.sum - 10.0),
                   strprintf("%.7f", exact_sum - 10), strprintf("%.7f", a.sum - exact_sum),
-                  a.stalled < ADDITIONS ? to_string(a.stalled) : "");
+                  a.last_moved < ADDITIONS ? to_string(a.last_moved) : "");
     }
     print(table);
 
@@ -78,7 +78,7 @@ int cmd_mixed_precision_accumulation(const Options& o) {
            "bring back the %.4f that its rounding costs. A bf16 sum stops at %g after %d "
            "additions, where 0.01 is less than half of its last bit.",
            accumulate(F32, F32).sum, accumulate(F16, F16).sum, accumulate(F32, F16).sum,
-           ADDITIONS * (double)rounded(0.01f, F16) - 10, bf16_sum.sum, bf16_sum.stalled);
+           ADDITIONS * (double)rounded(0.01f, F16) - 10, bf16_sum.sum, bf16_sum.last_moved);
     return 0;
 }
 
@@ -146,15 +146,16 @@ static vector<DType> toy_model_dtypes(Precision precision) {
 // Prints the dtypes of the toy model's components under both autocasts, and the answers to (a) and
 // (b).
 void print_toy_models() {
-    const vector<DType> half = toy_model_dtypes(PREC_FP16), bf16 = toy_model_dtypes(PREC_BF16);
+    const vector<DType> under_fp16 = toy_model_dtypes(PREC_FP16),
+                        under_bf16 = toy_model_dtypes(PREC_BF16);
     Table table{strprintf("ToyModel: dtypes as seen, device %s, batch 8, 5 -> 10 -> 3",
                           name_of(context.device)),
                 {"component", "under autocast to fp16", "to bf16"}};
 
     vector<string> seen;
-    for (size_t i = 0; i < half.size(); i++) {
-        table.row(toy_components[i], half[i], bf16[i]);
-        seen.push_back(string(toy_components[i]) + " " + name_of(half[i]));
+    for (size_t i = 0; i < under_fp16.size(); i++) {
+        table.row(toy_components[i], under_fp16[i], under_bf16[i]);
+        seen.push_back(string(toy_components[i]) + " " + name_of(under_fp16[i]));
     }
     print(table);
 
@@ -165,7 +166,7 @@ void print_toy_models() {
         "x 256 = 65536, the largest number is 65504), and a small variance vanishes. bf16 has "
         "fp32's range, but with 8 significant bits a long sum loses its small terms. So autocast "
         "treats both alike: layer norm's output is %s under float16 and %s under bfloat16.",
-        name_of(half[LAYER_NORM]), name_of(bf16[LAYER_NORM]));
+        name_of(under_fp16[LAYER_NORM]), name_of(under_bf16[LAYER_NORM]));
 }
 
 // --precision pure_bf16 is no autocast: the model itself is bf16. It needs 8 bytes per parameter

@@ -68,7 +68,8 @@ static bool is_inside(const string& path, const char* range) {
 }
 
 // Makes work of the ranges themselves, for the CPU, which runs no kernels: each range lasts as long
-// as the time that was not spent in the ranges inside it.
+// as the time that was not spent in the ranges inside it. Only this length is right: it stands at
+// the range's start.
 static vector<TracedWork> work_of_ranges(const Trace& trace) {
     vector<TracedWork> work;
     for (const TracedRange& r : trace.ranges) {
@@ -78,7 +79,8 @@ static vector<TracedWork> work_of_ranges(const Trace& trace) {
     return work;
 }
 
-struct Launches {  // of one kernel
+// The launches of one kernel: kernels_of makes an entry of each launch, grouped() joins them.
+struct Launches {
     string kernel;
     string path;        // of the range in which it was launched
     vector<double> ns;  // the time of each launch
@@ -411,15 +413,15 @@ static void answer_softmax(const ProfileRun& r) {
     }
 
     // eager's softmax has all scores, the fused one T (T + 1) / 2 of T^2
-    const bool all = context.mode == EAGER;
+    const bool unmasked = context.mode == EAGER;
     const double D = (double)r.config.d_model / r.config.num_heads;
-    const double fewer_flops = 4 * D / 5 * (all ? 1 : 2.0 * r.T / (r.T + 1));
+    const double fewer_flops = 4 * D / 5 * (unmasked ? 1 : 2.0 * r.T / (r.T + 1));
     answer(
         "e",
         "Softmax takes %.4g ms per forward and attention's two products %.4g ms (%s). It has %.4g "
         "times fewer FLOPs (5 per score%s against 4 x %g), and each takes %.3g times as long.",
         softmax_ms, products_ms, size_and_length(r).c_str(), fewer_flops,
-        all ? "" : " that is not masked", D, fewer_flops * times_as_long);
+        unmasked ? "" : " that is not masked", D, fewer_flops * times_as_long);
 }
 
 // Chooses the runs whose numbers the answers give. With each_size it is one of each size: the

@@ -667,8 +667,8 @@ static vector<FsdpRun> runs_of(double ddp, double sharded, double fsdp) {  // pe
     runs[0].use.peak = ddp * 1048576;
     runs[1].use.peak = sharded * 1048576;
     runs[2].use.peak = fsdp * 1048576;
-    runs[2].gather = {0.3, 0.86, 26.13};
-    runs[2].wait = {0.225, 0.801, 0.003};
+    runs[2].gather_ms = {0.3, 0.86, 26.13};
+    runs[2].wait_ms = {0.225, 0.801, 0.003};
     return runs;
 }
 TEST_CASE("answers: fsdp_accounting") {
@@ -689,7 +689,7 @@ TEST_CASE("answers: fsdp_accounting") {
               "FSDP takes 3.3 MiB more than the sharded optimizer. It takes 17.1 MiB more than "
               "expected (MiB: "));
     CHECK(has(said(runs, 2, 3406809600, 2), "8 Psi bytes with DDP, (4 + 4/N) Psi with"));
-    runs[2].wait[2] = 12.4;
+    runs[2].wait_ms[2] = 12.4;
     CHECK(
         has(said(runs),
             "take 26.130 ms, and forward waits 12.400 ms for them. Late, by over 5 % of a gather's "
@@ -712,7 +712,7 @@ TEST_CASE("answers: fsdp_accounting") {
     runs[0].oom = true;  // 10B
     CHECK(has(said(runs), "**(a)** DDP did not fit.\n"));
     runs[2].oom = true;
-    runs[2].gather.clear();
+    runs[2].gather_ms.clear();
     CHECK(has(said(runs), "**(a)** FSDP did not fit.\n"));
     CHECK(!has(said(runs), "(b)"));
 }

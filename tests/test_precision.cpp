@@ -104,8 +104,8 @@ TEST_CASE("precision: 0.01 a thousand times") {
     CHECK(accumulate(F32, F16).sum == 10.0021362f);
     Accumulation stuck = accumulate(BF16, BF16);
     CHECK(stuck.sum == 4.0f);
-    CHECK(stuck.stalled < 1000);
-    CHECK(accumulate(F16, F16).stalled == 1000);
+    CHECK(stuck.last_moved < 1000);
+    CHECK(accumulate(F16, F16).last_moved == 1000);
 }
 
 TEST_CASE("precision: mixed_precision_accumulation's table and answer") {
