@@ -171,7 +171,7 @@ int cmd_pytorch_attention(const Options& o) {
 // 1.3, the fused softmax: S [N,Tk] becomes P in place; row n holds query n % Tq, and causal rows
 // stop at their own key.
 //   P_nj = exp(S_nj - L_n),  L_n = log sum_j exp S_nj
-//   dS_nj = P_nj (dP_nj - D_n),  D_n = sum_j P_nj dP_nj
+//   dS_nj = P_nj (dP_nj - D_i),  D_i = sum_j P_nj dP_nj, with i = n % Tq
 // The loop passes three times over a row. The kernel finds maximum and sum in one pass (the sum is
 // rescaled when the maximum grows: "online" softmax) and writes in a second; per score it reads at
 // most twice and writes once. Eager's max, sub, exp, sum and div read five times and write three

@@ -217,21 +217,22 @@ int cmd_distributed_communication_single_node(const Options& options) {
 // F and F x D, whose 2 D F L = P parameters take 16 P bytes with their gradients and AdamW's
 // moments, in fp32.
 //
-//   A         bytes of activations that a device's tokens save; those of every second layer are
-//             sharded like the weights, says the handout, so half of A
-//   C         FLOP/s of a chip
-//   W         bytes/s of a link
-//   X, M_X    chips along the FSDP axis, and its links
-//   Y, M_Y    chips along the TP axis, and its links; N = X Y
+//   A           bytes that a device's tokens save for backward; the handout shards half of them,
+//               every second layer's, like the weights
+//   C           FLOP/s of a chip
+//   W           bytes/s of a link
+//   X, Y        chips that share the weights by FSDP, and by TP; N = X Y (in (b): X alone)
+//   M_X, M_Y    links of a chip that carry FSDP's traffic, and TP's
 //
-// Forward of one block of B tokens:
+// One block's forward on B tokens, over all chips, with 2 bytes per element (an all-reduce sends
+// each twice):
 //
 //   products                         T_math = 4 B D F / (X Y C)
 //   gather of the weights            T_FSDP = 4 D F / (Y W M_X)
 //   all-reduce of the activations    T_TP   = 4 B D / (X W M_Y)
 
 constexpr double GPU_GB = 80, CHIP_GB = 95;  // the memory of a GPU in (a), of a chip in (b)
-// how many of the mesh's axes, each a link, carry FSDP's traffic, and how many TP's
+// The mesh has three axes, a link each: FSDP has two of them, TP one.
 constexpr double M_X = 2, M_Y = 1;
 
 // Answers (c), the least batch at which forward is compute bound, and (d), how to lower it.
@@ -258,9 +259,9 @@ static void answer_least_batch(const Options& options, double alpha, double most
             best_X = x;
         }
     }
-    // In turn, B(X) = (alpha X / M_X) / (1 - alpha N / (X M_Y F)) is least where TP takes half of
-    // the time, at Y = most_Y / 2; at once, it is least at Y = most_Y. Both are told only where
-    // each Y, and its X = N / Y, is from 1 to N.
+    // If the axes take turns, B(X) = (alpha X / M_X) / (1 - alpha N / (X M_Y F)) is least at Y =
+    // most_Y / 2, where TP takes half of the time. If both communicate at once, the least is at Y =
+    // most_Y. These bounds are printed only if both Y, and their X = N / Y, lie between 1 and N.
     string best;
     if (N >= most_Y && most_Y >= 2) {
         const double per_chip = 4 * alpha * alpha / (M_X * M_Y * F);
@@ -327,9 +328,10 @@ int cmd_communication_accounting(const Options& options) {
 //
 //   y = (f(x W1) * (x W2)) W3      x [B, D], W1 and W2 [D, D_FF], W3 [D_FF, D], 2 bytes per element
 //
-// D_FF is F in the code. Forward has three products of 2 B D D_FF FLOPs: x1 = x W1, x2 = x W2, z
-// W3. Backward has two for each of them. A ring all-gather or reduce-scatter of S bytes sends (N -
-// 1) / N S bytes out of each device, an all-reduce, being both, twice that.
+// D_FF is F in the code. Forward has three products of 2 B D D_FF FLOPs: x1 = x W1, x2 = x W2, and
+// z W3 with z = f(x1) * x2. Backward has two for each of them. A ring all-gather or reduce-scatter
+// of S bytes sends S (N - 1) / N bytes out of each device. An all-reduce is both, so it sends twice
+// that.
 
 struct LayerSizes {
     double B, D, F, C, W;  // tokens, d_model, d_ff, FLOP/s of a device, bytes/s out of it
@@ -419,7 +421,8 @@ static int split_of_batch(const Options& options, const char* name, const vector
                pass.what, k, k, B, D, F, N, pass.flops, pass.products);
     }
     for (const PassCost& pass : costs) {
-        // 12 or 6, as in (a), but by chance: 6 D D_FF bytes, sent twice by backward.
+        // Equal to (a)'s factor only by chance: here it is 6 D D_FF bytes, which backward sends
+        // twice.
         const int k = 2 * pass.products;
         answer("b",
                "%s: %d D D_FF (N - 1) / (N W) = %d x %.7g x %.7g x (%.7g - 1) / (%.7g x %g) = %.4g "

@@ -16,13 +16,15 @@
 // tiles; here Tq and Tk are the numbers of queries and keys.) The first query and key of a tile are
 // q0 and k0.
 //
-// m, l, shrink, L_i and D_i have one number per row. * is element by element, two letters side by
-// side are a product of matrices.
+// m, m', l, shrink, L_i and D_i have one number per row; with +, -, * or / it acts on all of its
+// row. * is element by element. Matrices side by side, as in P V_j, are multiplied. In these steps,
+// and in kernels that count tiles, i counts tiles of queries and j tiles of keys. In attention.h,
+// tiled and flash_v1 i and j count single rows.
 //
 // Forward (the handout's algorithm 1). A block of threads owns a tile Q_i, and all K_j and V_j
 // pass. It keeps, for each row, the largest score so far m, the sum l of exp(S - m), and O so far,
-// unnormalised:
-//   1.  S = Q_i K_j^T / sqrt(D)         [Bq,Bk]
+// unnormalised. Before the first j, l and O are 0, and m is the lowest finite number:
+//   1.  S = Q_i K_j^T / sqrt(D)         [Bq,Bk]; -inf where a query does not see a key
 //   2.  m' = max(m, rowmax S)
 //   3.  P = exp(S - m'), not normalised before step 6; shrink = exp(m - m')
 //   4.  l = shrink * l + rowsum P
@@ -275,10 +277,10 @@ constexpr int V1_TILE = WARP, V1_THREADS = V1_TILE * WARP, V1_D = 128, V1_COLUMN
 // + 1: 32 lanes that read one column of 32 rows read 32 different banks
 using V1Tile = float[V1_TILE][V1_D + 1];
 using V1Row = float[V1_COLUMNS];  // a row, spread over a warp
-// An array is registers only where each index is known to the compiler: hence #pragma unroll where
-// nvcc would not unroll a loop by itself. 0xffffffff: all 32 lanes take part.
+// An array lies in registers only where each index is known to the compiler: hence #pragma unroll
+// where nvcc would not unroll a loop by itself. 0xffffffff: all 32 lanes take part.
 
-// Loads row i, the warp's. It is 0 behind the last row, and so are columns behind D.
+// Loads row i, the warp's. It is 0 beyond the last row, and so are columns beyond D.
 template <class T>
 __device__ void v1_load(V1Row& row, const Heads& x, int i) {
     const T* from = row_at<T>(x, i);
@@ -325,7 +327,7 @@ __device__ inline void v1_add_rows(V1Row& row, float x, const V1Tile& tile, int 
     }
 }
 
-// Writes O and L: a block owns queries, and the keys that they see pass.
+// Writes O and L: a block owns queries and loops over the keys that they see.
 template <class T>
 __global__ void __launch_bounds__(V1_THREADS, 1) flash_v1_forward_kernel(AttentionArgs a) {
     __shared__ V1Tile K, V;
@@ -363,7 +365,7 @@ __global__ void __launch_bounds__(V1_THREADS, 1) flash_v1_forward_kernel(Attenti
     if (threadIdx.x == 0 && i < a.Tq) { a.L[i] = m + logf(l); }
 }
 
-// Writes dQ: a block owns queries, and the keys that they see pass.
+// Writes dQ: a block owns queries and loops over the keys that they see.
 template <class T>
 __global__ void __launch_bounds__(V1_THREADS, 1) flash_v1_dq_kernel(AttentionArgs a) {
     __shared__ V1Tile K, V;
@@ -394,9 +396,9 @@ __global__ void __launch_bounds__(V1_THREADS, 1) flash_v1_dq_kernel(AttentionArg
     v1_store<T>(dQ, a.scale, a.dq, i);
 }
 
-// Writes dK and dV: a block owns keys, and the queries that see them pass. P and dS are computed a
-// second time, so that no two blocks add to one sum: no atomics are needed, and every run gives the
-// same bits.
+// Writes dK and dV: a block owns keys and loops over the queries that see them. P and dS are
+// computed a second time, so that no two blocks add to one sum: no atomics are needed, and every
+// run gives the same bits.
 template <class T>
 __global__ void __launch_bounds__(V1_THREADS, 1) flash_v1_dkv_kernel(AttentionArgs a) {
     __shared__ V1Tile Q, dO;
@@ -487,9 +489,6 @@ static void flash_v1_backward(const AttentionTensors& t) {
 // In shared memory (_smem) a matrix is T[rows][D + 8]. A row is then an odd number of 16-byte
 // pieces, so the 8 rows of a square, of which ldmatrix reads 16 bytes each, lie in all 32 banks.
 // Without the 8 more, at D = 64, all eight would begin in bank 0.
-//
-// Where a kernel walks over tiles, j counts tiles of keys and i tiles of queries, as in the steps.
-// Elsewhere, and in tiled and flash_v1, i and j are single rows.
 
 #ifdef HAVE_CUDA
 constexpr int V2_WARPS = 4, V2_THREADS = V2_WARPS * WARP;  // threadIdx.x counts them
@@ -688,7 +687,7 @@ __device__ void v2_raise_maximum(float (&m)[R], float (&l)[R], float (&O_rmem)[R
     }
 }
 
-// Writes O and L: a block owns queries, and the keys that they see pass.
+// Writes O and L: a block owns queries and loops over the keys that they see.
 template <class T, int D, int R>
 __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_forward_kernel(AttentionArgs a) {
     if (!v2_runs<T>(v2_bytes(1, D, R))) { return; }
@@ -745,7 +744,7 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_forward_kernel(Attenti
     v2_store<T>(O_rmem, a.o, b, h, q0 + warp_row);
 }
 
-// Writes dQ: a block owns queries, and the keys that they see pass.
+// Writes dQ: a block owns queries and loops over the keys that they see.
 template <class T, int D, int R>
 __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dq_kernel(AttentionArgs a) {
     if (!v2_runs<T>(v2_bytes(2, D, R))) { return; }
@@ -796,8 +795,8 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dq_kernel(AttentionArg
     v2_store<T>(dQ_rmem, a.dq, b, h, q0 + warp_row);
 }
 
-// Writes dK and dV: a block owns keys, and the queries that see them pass. S and dP are transposed,
-// a row being a key: so P^T and dS^T lie as steps 9 and 13 take them.
+// Writes dK and dV: a block owns keys and loops over the queries that see them. S and dP are
+// transposed, a row being a key: so P^T and dS^T lie as steps 9 and 13 take them.
 template <class T, int D, int R>
 __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_dkv_kernel(AttentionArgs a) {
     if (!v2_runs<T>(v2_bytes(2, D, R))) { return; }

@@ -2,9 +2,8 @@
 //   7  FSDP: what a rank keeps, its hooks before each unit, its optimizer, its trainer; then fsdp
 //      (the check against one process) and fsdp_accounting
 //   9  leaderboard: the 8.1B step
-// Read pre_forward and pre_backward first: they start the gathers and the reduce-scatters of a
-// step. finish_backward starts the embedding's reduce-scatter and the norms' all-reduce.
-// fsdp_optimizer_step ends the step.
+// Read the tables above start_gather and pre_forward first: which gathers and reduce-scatters a
+// step starts, and when. fsdp_optimizer_step ends the step.
 #include "ddp.h"
 #include "fast_ways.h"
 
@@ -14,9 +13,8 @@
 // in pure bf16, in bf16. Norms are replicated.
 //   forward    compute unit i; beside it gather unit i + 1
 //   backward   compute unit i; beside it gather unit i - 1, reduce-scatter unit i + 1's gradients
-// Whole units lie in two buffers by turns, unit i in number i % 2; gradients in two more. So the
-// gather of unit i + 1 overwrites unit i - 1. It starts when the compute stream has finished that
-// unit, since collectives start behind what is queued there.
+// Whole units lie in two buffers by turns, unit i in number i % 2; gradients in two more. So a
+// gather overwrites the unit two before it (see pre_forward).
 
 // what is gathered at once; its elements are [begin, end) of the model's arena
 struct FsdpUnit {
@@ -116,8 +114,9 @@ static shared_ptr<Fsdp> fully_shard(const Communicator& c, const vector<Paramete
     fsdp->norms = view(fsdp->shard.weights, fsdp->norms_begin, {end});
     fsdp->norms_gradients = zeros({end}, kept, GRADIENTS);
 
-    // The buffers: each as large as the largest of its units. Only the weights' are shared
-    // (fast_ways.h): copy engines can gather, but they cannot add gradients.
+    // The buffers: each as large as the largest of its units. The weights' come from
+    // allocate_shared (fast_ways.h), as the shard does: copy engines can gather. They cannot add,
+    // so the gradients' do not.
     auto dtype_of = [&](size_t unit) { return unit == 0 || kept != F32 ? kept : compute_dtype; };
     for (size_t buffer = 0; buffer < 2; buffer++) {
         int64_t most = 0, weight_bytes = 0;  // most: elements of a unit
@@ -162,26 +161,27 @@ static Tensor place(Fsdp& fsdp, const Parameter& parameter, const Shape& shape) 
 }
 
 // -------------------------------------------------------------------------------------------------
-// FSDP's hooks: gathers before a unit's ops, reduce-scatters behind them. begin_unit and end_unit
-// (model.cu) call them. In forward pre_forward(i) runs before each unit i. Backward begins with the
-// head, whose weights are still there. Then pre_backward(i) runs before each unit i, down to the
-// embedding, and at the end finish_backward:
+// FSDP's hooks. begin_unit (model.cu) calls pre_forward(i) before unit i's ops, also where a
+// checkpoint runs them again. end_unit puts a step on the tape that calls pre_backward(i) before
+// unit i's backward. The head has no such step: its weights are still there. train_step calls
+// finish_backward at the end. What these do in backward, from left to right, as far as there is
+// such a unit (reduce: the reduce-scatter of a unit's gradients):
 //
-//                     waits for     starts      waits for    starts the
-//                     reduce of     reduce of   gather of    gather of
-//   a block, unit i   i + 2         i + 1       i            i - 1, if that is a block
-//   unit 0            2             1           -            -
-//   finish_backward   1, and of 0   0           -            -
+//                             waits for   starts    waits for   starts
+//                             reduce      reduce    gather      gather
+//   pre_backward(i), block i  i + 2       i + 1     i           i - 1, if that is a block
+//   pre_backward(0)           2           1         -           -
+//   finish_backward           1           0; waits for it, then all-reduces the norms' gradients
 //
-// Here reduce is the reduce-scatter of a unit's gradients.
+// Both gather columns are pre_forward(i)'s: it starts none whose weights are in their buffer.
 
 // Starts the gather of unit i into its buffer, in the dtype that its products take.
 static void start_gather(Fsdp& fsdp, int i) {
     const FsdpUnit& unit = fsdp.units[i];
     const bool casts = unit.weights.dtype != unit.own.dtype;
     if (casts) {
-        // Where a checkpoint's second run has begun, nobody has waited for the last gather into
-        // this buffer.
+        // A checkpoint's second run may overwrite a gather that nobody waited for (see
+        // pre_forward).
         wait(fsdp.c, fsdp.gathers[i % 2]);
         copy_or_add(own_part(fsdp, unit, unit.weights), unit.own, false);
     }
@@ -195,15 +195,20 @@ static void wait_for(Fsdp& f, int unit, const WorkPtr& work) {
     f.waits.push_back({unit, work, asked, mark()});
 }
 
-// Waits for unit i's weights and starts the gather that is needed next:
+// Waits for unit i's weights. It gathers them first if they are not in their buffer: those of unit
+// 0 in forward, and of unit g (below). Then it starts the gather of `next`, unless that is in its
+// buffer, or is the embedding, which backward does not need. Of U units:
 //
-//   of U units                                reached   next
-//   forward, unit i < U - 1                   U         i + 1
-//   forward, the head, U - 1                  U - 1     i - 1, which is still in its buffer
-//   backward, unit i                          i         i - 1
-//   a checkpoint's second run, of units g to r - 1, once backward has done unit r
-//     unit i < r - 1                          r         i + 1
-//     unit r - 1                              r         i - 1, which may be in its buffer, too
+//                                     reached   next
+//   forward, unit i < U - 1           U         i + 1
+//   forward, the head, i = U - 1      U - 1     i - 1, which is still in its buffer
+//   backward, block i                 i         i - 1
+//   units g to r - 1 of a checkpoint run again, after unit r's backward:
+//     unit i < r - 1                  r         i + 1
+//     unit r - 1                      r         i - 1, in its buffer if it is one of these units
+//
+// Unit r's backward has started the gather of r - 1 already. If unit g needs the same buffer, that
+// gather is lost.
 static void pre_forward(Fsdp& fsdp, int i) {
     Range range("gather");
     if (fsdp.in_buffer[i % 2] != i) { start_gather(fsdp, i); }
@@ -277,9 +282,8 @@ static void start_reduce(Fsdp& fsdp, int i) {
     fsdp.reducing = i;
 }
 
-// Runs when backward comes to unit i. The gradients of unit i + 1 are complete then, so their
-// reduce-scatter starts. Unit i's weights may have been overwritten since forward, so pre_forward
-// gets them again.
+// Unit i + 1's gradients are complete when backward comes to unit i. Unit i's weights may have been
+// overwritten since forward.
 static void pre_backward(Fsdp& f, int i) {
     start_reduce(f, i + 1);
     f.reached = i;
@@ -593,11 +597,10 @@ static string causes(const MemoryUse& other, const MemoryUse& fsdp, double saved
 
 // Answers (a) and (b). runs: by Way; psi: parameters; bytes: of a weight.
 static void answer_fsdp_accounting(const vector<FsdpRun>& runs, int world, double psi, int bytes) {
-    // bytes that a rank holds
+    // Bytes that a rank holds. The sharded optimizer has all weights and gradients and 1/N of both
+    // moments: half as DDP, half as FSDP.
     const double N = world, of_ddp = 4 * bytes * psi, of_fsdp = of_ddp / N;
-    const double of_sharded =
-        (of_ddp + of_fsdp) /
-        2;  // it has the whole weights and gradients, and a part of both moments
+    const double of_sharded = (of_ddp + of_fsdp) / 2;
     answer("a",
            "FSDP should save %.1f MiB against DDP and %.1f MiB against a sharded optimizer. "
            "Weights, gradients and two moments take %d Psi bytes with DDP, (%d + %d/N) Psi with "

@@ -241,8 +241,8 @@ DEVICE void fp32_softmax(Part<R, N>& S, Part<R, COUNT>& O, float (&m)[R], float 
     }
 }
 
-// Writes O and L: a block owns queries, and the keys that they see pass. V is copied while step 1
-// runs, the next K while the others do.
+// Writes O and L: a block owns queries and loops over the keys that they see. V is copied while
+// step 1 runs, the next K while the others do.
 template <int D, int R>
 __global__ void __launch_bounds__(FP32_THREADS, FORWARD_BLOCKS)
     flash_fp32_forward_kernel(AttentionArgs a) {
@@ -309,8 +309,8 @@ DEVICE void fp32_add_dq(const AttentionArgs& a, int q0,
     fp32_store<true, 1>(dQ, a.scale, a.dq, q0 + first);
 }
 
-// Writes dK and dV, and adds to dQ: a block owns keys, and the queries that see them pass. S and dP
-// are transposed, a row being a key. The next Q and dO are copied while step 12 runs.
+// Writes dK and dV, and adds to dQ: a block owns keys and loops over the queries that see them. S
+// and dP are transposed, a row being a key. The next Q and dO are copied while step 12 runs.
 template <int D, int R>
 __global__ void __launch_bounds__(FP32_THREADS, BACKWARD_BLOCKS)
     flash_fp32_backward_kernel(AttentionArgs a) {
