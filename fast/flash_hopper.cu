@@ -635,13 +635,12 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     if (warpgroup == Tile::groups) {
         fewer_registers<Tile::loader_registers>();
         if (threadIdx.x % 128 == 0) {
-            forward_loader<Tile>(a, order, all, &q_map, &k_map, &v_map, bars, q_tiles, k_ring,
-                                 v_ring);
+            forward_loader(a, order, all, &q_map, &k_map, &v_map, bars, q_tiles, k_ring, v_ring);
         }
         return;
     }
     more_registers<Tile::registers>();
-    forward_consumer<Tile>(a, order, all, bars, dynamic, warpgroup);
+    forward_consumer(a, order, all, bars, dynamic, warpgroup);
 #endif
 }
 
@@ -1203,12 +1202,12 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     if (warpgroup == 2) {
         fewer_registers<Tile::loader_registers>();
         if (threadIdx.x % 128 == 0 && tile.q_tiles > 0) {
-            backward_loader<Tile>(w, &q_map, &k_map, &v_map, &dO_map, bars, memory, tile);
+            backward_loader(w, &q_map, &k_map, &v_map, &dO_map, bars, memory, tile);
         }
         return;
     }
     more_registers<Tile::registers>();
-    backward_consumer<Tile>(a, w, bars, memory, tile, warpgroup);
+    backward_consumer(a, w, bars, memory, tile, warpgroup);
 #endif
 }
 

@@ -265,9 +265,7 @@ struct FillNormal {
     DType dtype;
     uint64_t seed, key;
     float mean, std;
-    HD void operator()(int64_t i) const {
-        store<float>(out, dtype, i, normal(seed, key, i, mean, std));
-    }
+    HD void operator()(int64_t i) const { store(out, dtype, i, normal(seed, key, i, mean, std)); }
 };
 void fill_normal(const Tensor& t, uint64_t seed, uint64_t key, float mean, float std) {
     for_each(t.device(), t.size(), FillNormal{t.data, t.dtype, seed, key, mean, std});
@@ -635,10 +633,10 @@ struct Elementwise {
 
         A x[N][W], y[W];
         for (int k = 0; k < N; k++) {
-            load_neighbours<W>(x[k], loop.in[k], loop.in[k].stride[last], in_at[k]);
+            load_neighbours(x[k], loop.in[k], loop.in[k].stride[last], in_at[k]);
         }
         for (int w = 0; w < W; w++) { y[w] = apply(f, x, w); }
-        store_neighbours<W>(loop.out, out_at, y);
+        store_neighbours(loop.out, out_at, y);
     }
 };
 
@@ -905,7 +903,7 @@ __global__ void reduce_rows_kernel(F f, char* out, DType out_type, const char* x
     if (C % 4 == 0 && (uintptr_t)x % 16 == 0) {
         for (int64_t c = 4 * threadIdx.x; c < C; c += 4 * blockDim.x) {
             float four[4];
-            load_neighbours<4>(four, {(char*)x, type, {}}, 1, blockIdx.x * C + c);
+            load_neighbours(four, {(char*)x, type, {}}, 1, blockIdx.x * C + c);
             for (float v : four) { r = f(v, r); }
         }
     } else {
@@ -914,7 +912,7 @@ __global__ void reduce_rows_kernel(F f, char* out, DType out_type, const char* x
         }
     }
     r = over_block<over_warp<F>>(r, f.start());
-    if (threadIdx.x == 0) { store<float>(out, out_type, blockIdx.x, r * factor); }
+    if (threadIdx.x == 0) { store(out, out_type, blockIdx.x, r * factor); }
 }
 constexpr int ROWS_AT_A_TIME = 8;
 // out [C] = the sums of the columns of x [R,C]. A block is 32 threads wide, so that a warp reads 32
@@ -933,7 +931,7 @@ __global__ void sum_columns_kernel(char* out, DType out_type, const char* x, DTy
     __syncthreads();  // all eight partial sums must be there
     if (threadIdx.y == 0 && c < C) {
         for (int k = 1; k < ROWS_AT_A_TIME; k++) { sum += shared[k][threadIdx.x]; }
-        store<float>(out, out_type, c, sum);
+        store(out, out_type, c, sum);
     }
 }
 // out [R] = the first column of each row of x [R,C] that holds the row's maximum; C if it is NaN.
