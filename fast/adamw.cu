@@ -27,15 +27,11 @@ struct Halves {
 // be undone); lower is as it was, and its top bit says whether upper was rounded up. NaN stays
 // NaN.
 HD inline Halves halves_of(float x) {
-    uint32_t bits = 0x7fc00000;
-    if (x == x) { memcpy(&bits, &x, 4); }
+    const uint32_t bits = x == x ? bits_of(x) : 0x7fc00000;
     return {(uint16_t)((bits + 0x8000) >> 16), (uint16_t)bits};
 }
 HD inline float joined(Halves h) {
-    uint32_t bits = (uint32_t)(uint16_t)(h.upper - (h.lower >> 15)) << 16 | h.lower;
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
+    return float_of((uint32_t)(uint16_t)(h.upper - (h.lower >> 15)) << 16 | h.lower);
 }
 // Converts element i of n: `split` from whole to halves, else back.
 HD inline void convert_halves(float* whole, uint16_t* halves, int64_t n, int64_t i, bool split) {

@@ -16,12 +16,12 @@
 #include <cstdint>
 #include <cstring>
 
-inline uint32_t bits_of(float x) {
+HD inline uint32_t bits_of(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
     return bits;
 }
-inline float float_of(uint32_t bits) {
+HD inline float float_of(uint32_t bits) {
     float x;
     memcpy(&x, &bits, 4);
     return x;
