@@ -173,7 +173,8 @@ void choose_device(const string& want, [[maybe_unused]] int gpu) {
 }
 
 #ifdef HAVE_CUDA
-// Returns the stream in which we launch. Its priority is the lowest: collectives come before it.
+// Returns the stream in which we launch. Its priority, the default, is the lowest: collectives come
+// before it (open_lane).
 cudaStream_t stream() {
     static const cudaStream_t compute = new_stream();
     return compute;
@@ -226,8 +227,8 @@ static size_t number_in(const char* folder, const char* name, const char* before
 }
 
 // Returns the bytes that the control group in this folder and those in the folders above leave to
-// us, without the heap, as text_in; SIZE_MAX: they have no limit. A container's limit is that of
-// such a group.
+// us; SIZE_MAX: they have no limit. A container's limit is that of such a group. Like text_in it
+// takes nothing from the heap.
 static size_t group_memory(const string& path) {
     char group[512];
     snprintf(group, sizeof group, "%s", path.c_str());
@@ -263,7 +264,7 @@ size_t system_memory(const char* group) {
     if (getrlimit(RLIMIT_AS, &space) == 0 && space.rlim_cur != RLIM_INFINITY) {
         // OpenBLAS takes a buffer of 128 MiB for each thread when the thread first multiplies, and
         // tries for ever where it gets none; malloc takes 64 MiB of addresses for each. So the
-        // tensors leave them that much.
+        // tensors leave each thread 192 MiB, rounded up to 200.
         const size_t for_threads = (size_t)omp_get_max_threads() * 200 << 20;
         const size_t used = number_in("/proc/self", "status", "\nVmSize:") * 1024 + for_threads;
         left = min(left, max<size_t>(space.rlim_cur, used) - used);
@@ -406,7 +407,7 @@ static void* allocate_cuda(size_t bytes) {
 }
 
 // Frees a block when the stream gets here. A destructor calls it, so it must not throw: after a
-// fault, where every call fails, it says so once. Static tensors die after the driver has shut
+// fault, where every call fails, it says so once. Static tensors may die after the driver has shut
 // down, which is no error.
 static void free_cuda(void* data) {
     cudaError_t error = cudaFreeAsync(data, stream());
@@ -426,7 +427,8 @@ static void free_cuda(void*) {}
 // each category's share of it.
 
 static MemoryUse uses[META + 1];  // by device, as what follows
-static set<const Memory*> live[META + 1];
+// Never destroyed: a static Tensor of another file may go after the statics of this one.
+static auto live = new set<const Memory*>[META + 1];
 static mutex books_mutex;  // the last owner of a buffer may be another thread
 
 static atomic<bool> logging{false};
@@ -493,16 +495,17 @@ static void book(const Memory* m, bool comes) {
     if (use.now > use.peak) { peak_is_now(use); }
 }
 
-// The places that allocate() asks first; null: none. allocate_in sets them, for all threads.
-static shared_ptr<Places> places;
+// The places that allocate() asks first; null: none. allocate_in sets them, for all threads and
+// without a lock, so the main thread calls it.
+static shared_ptr<Places> asked_first;
 
 // Runs f, and gives back the places that were in use before, also where f throws.
 void allocate_in(const shared_ptr<Places>& use, const Job& f) {
     struct RestorePlaces {
-        shared_ptr<Places> before = places;
-        ~RestorePlaces() { places = before; }
+        shared_ptr<Places> before = asked_first;
+        ~RestorePlaces() { asked_first = before; }
     } restore;
-    places = use;
+    asked_first = use;
     f();
 }
 
@@ -515,9 +518,10 @@ shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Sour
     memory->range_name = innermost_range();
     memory->at = at;
     void* place = nullptr;
-    if (places && device != CPU && bytes > 0) {
-        memory->number = places->take(bytes, &place);
-        memory->places = places;  // after take(): where that throws, there is nothing to give back
+    if (asked_first && device != CPU && bytes > 0) {
+        memory->number = asked_first->take(bytes, &place);
+        memory->places =
+            asked_first;  // after take(): where that throws, there is nothing to give back
         memory->placed = place;
     }
 
@@ -544,7 +548,7 @@ shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Sour
     if (logging && device == CUDA) { CUDA_CHECK(cudaStreamSynchronize(stream())); }
 #endif
     memory->bytes = bytes;  // here: where the above throws, ~Memory takes 0 from the books
-    if (!place || places->counted) { book(memory.get(), true); }
+    if (!place || asked_first->counted) { book(memory.get(), true); }
     return memory;
 }
 
