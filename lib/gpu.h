@@ -55,7 +55,8 @@ void start_cublas();
     } while (0)
 
 #ifdef HAVE_NCCL
-// lib/ranks.cu: what NCCL's ways are made of.
+// lib/ranks.cu: what NCCL's ways are made of. The Makefile defines HAVE_NCCL for lib/ranks.cu and
+// fast/collectives.cu alone. WITH_NCCL: and this is a build for GPUs.
 #define WITH_NCCL
 #include <nccl.h>
 struct Lane {  // a communicator of NCCL's, and the stream where its collectives run in order
@@ -158,15 +159,17 @@ __device__ inline void await_copies() {
                  : "=r"(square[0]), "=r"(square[1]), "=r"(square[2]), "=r"(square[3])   \
                  : "r"(row_smem)                                                        \
                  : "memory")
-// Adds A B to the sums, two squares above each other. A is four squares: the left two, then the
-// right two. B is 16x8, two squares: rows 0 to 7 and rows 8 to 15, in which a lane holds two
-// neighbours of a column, so each as ldmatrix loads a square of B^T.
-#define MMA(SHAPE_AND_TYPES, A, B)                                                   \
-    asm volatile("mma.sync.aligned." SHAPE_AND_TYPES ".f32 {%0,%1,%2,%3}, " A ", " B \
-                 ", {%0,%1,%2,%3};"                                                  \
-                 : "+f"(upper[0]), "+f"(upper[1]), "+f"(lower[0]), "+f"(lower[1])    \
+// One instruction of mma(), on its arguments. A_REGISTERS and B_REGISTERS: which of them it takes;
+// %4 to %7 are a, %8 and %9 are b_upper and b_lower.
+#define MMA(SHAPE_AND_TYPES, A_REGISTERS, B_REGISTERS)                                  \
+    asm volatile("mma.sync.aligned." SHAPE_AND_TYPES ".f32 {%0,%1,%2,%3}, " A_REGISTERS \
+                 ", " B_REGISTERS ", {%0,%1,%2,%3};"                                    \
+                 : "+f"(upper[0]), "+f"(upper[1]), "+f"(lower[0]), "+f"(lower[1])       \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_upper), "r"(b_lower))
-// Adds A B, of bf16 or fp16.
+// Adds A B, of bf16 or fp16, to 16x8 sums: upper has rows 0 to 7, lower rows 8 to 15. A is 16x16:
+// a[0] is its upper left square, a[1] the lower left, a[2] the upper right, a[3] the lower right.
+// B is 16x8: b_upper has rows 0 to 7, b_lower rows 8 to 15. A lane holds two neighbours of a column
+// of B, so ldmatrix has to load squares of B^T.
 template <class T>
 __device__ void mma(float (&upper)[2], float (&lower)[2], const uint32_t (&a)[4], uint32_t b_upper,
                     uint32_t b_lower) {

@@ -183,7 +183,7 @@ struct Context {  // the process's settings; PyTorch keeps device, precision and
     Mode mode = FUSED;
     Precision precision = FP32;
     // On META: memory counts the fp32 copies that gemm makes of 16-bit operands where the device
-    // cannot multiply these (see multiplies_copies).
+    // cannot multiply these (see multiplies_copies). planned_peak sets it; Planning does not.
     bool widening = false;
     bool recording = true;  // ops write the tape; NoGrad switches it off
     // Backward computes the norms' outputs and SwiGLU's once more, instead of keeping them.
@@ -211,7 +211,8 @@ struct Planning : RestoreContext {  // within its scope memory is counted, and n
 // Returns the number of GPUs. If it is 0, *why says why.
 int cuda_devices(string* why = nullptr);
 // Sets context.device. want: auto, cpu or cuda. Auto takes a GPU if there is one, and says on
-// stderr what it took.
+// stderr what it took. To be called once, before all else on a GPU: stream() and the memory pool
+// stay with the GPU of their first use. Another thread starts on GPU 0.
 void choose_device(const string& want, int gpu = 0);
 void synchronize();  // waits for all that context.device has been given
 // "NVIDIA H200, driver 580.159, CUDA 13.0, 150 GB" | "AMD EPYC, 2 threads, OpenBLAS Zen"
@@ -220,7 +221,7 @@ size_t available_memory(Device d);  // bytes that could be allocated now
 // Returns how many bytes of the CPU's memory Linux, our control group and RLIMIT_AS leave, the last
 // beside OpenBLAS' buffers. group: for tests, a control group's folder; then without RLIMIT_AS.
 size_t system_memory(const char* group = nullptr);
-// main() calls it before all else but signal(): it may start the program anew, with other
+// main() calls it before it reads its arguments: it may start the program anew, with other
 // environment variables.
 void choose_cpu_settings(char** argv);
 #ifdef HAVE_CUDA
@@ -264,7 +265,7 @@ struct Memory {  // a buffer; freed when its last shared_ptr goes, a GPU's in th
 };
 // Returns a new buffer, or throws OutOfMemory.
 shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Source at = here());
-// Runs f. What f allocates, but on the CPU, is first asked of these places.
+// Runs f. For what f allocates, but on the CPU, allocate() asks these places first.
 void allocate_in(const shared_ptr<Places>& places, const Job& f);
 // Copies, and waits for the end.
 void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes);
@@ -275,6 +276,7 @@ struct MemoryUse {  // bytes
     // By category. peak_by is each one's share when the total was at its peak.
     size_t now_by[CATEGORIES], peak_by[CATEGORIES];
 };
+// A live view: each buffer changes it, without a lock. Read it only after wait(), and copy it.
 const MemoryUse& memory_use(Device device);
 void reset_peak(Device device);  // to what is in use now
 
@@ -296,9 +298,9 @@ vector<MemoryEvent> stop_memory_log();
 // -------------------------------------------------------------------------------------------------
 // device.cu: time, ends by a signal, files, this program started anew
 
-double now_ms();  // by a clock that is never set
-struct Mark {     // a moment in a GPU's stream; on the CPU, and for Gloo, one of the host's clock
-    double ms = 0;
+double now_ms();    // by the monotonic clock, which nobody adjusts
+struct Mark {       // a moment in a GPU's stream; on the CPU, and for Gloo, one of the host's clock
+    double ms = 0;  // the host's clock; of a GPU's mark: when it was queued
     shared_ptr<struct CUevent_st> event;  // a cudaEvent_t; null: on the CPU
 };
 Mark mark();                                      // in the compute stream
@@ -313,12 +315,15 @@ struct Stats {
 };
 Stats stats_of(vector<double> values);
 string deviation(const Stats& s, const char* format);  // a cell with s.std; "" for n = 1
-// Compares two mean times. Up to 0.5 % of the larger apart, by which clocks drift, they are "level
-// within 0.5 %". Else they differ ("") if their difference exceeds twice its standard error. With
-// fewer than 5 runs that error is raised as by Student's t; single runs differ beyond half of the
-// larger. What does not differ is "too noisy to compare" above a tenth of the larger, but for
-// single runs. Else it is "too briefly timed to compare" with fewer than 5 runs, or "level within
-// twice the standard error". `with` follows the first word or words (" with naive").
+// Compares two mean times. The first line that applies is returned:
+//   difference <= 0.5 % of the larger         "level within 0.5 %": clocks drift by so much
+//   difference > noise                        "": they differ
+//   difference > 10 % of the larger, n > 1    "too noisy to compare"
+//   n < 5                                     "too briefly timed to compare"
+//   else                                      "level within twice the standard error"
+// n: the smaller number of runs. noise: twice the standard error of the difference, for n < 5
+// raised about as by Student's t; for n = 1 half of the larger. `with` follows the first word or
+// words (" with naive").
 string level(const Stats& a, const Stats& b, const string& with = "");
 // Both run f warmup + n times, and return the ms of each of the last n. time_ms waits for the end
 // of each run, and counts that. time_queued_ms does not: the device's own events time f, which
@@ -351,21 +356,24 @@ string commit();  // that the program was built from
 // A range lasts from here to the end of its scope; tools that read NVTX (nsys) show it, too. `name`
 // has to live as long as the program.
 struct Range {
-    explicit Range(const char* name, int recorded_in = -1);  // recorded_in: see TracedRange
+    // recorded_in: innermost_range_number() when the tape recorded what runs now; -1: none
+    explicit Range(const char* name, int recorded_in = -1);
     ~Range();
     Range(const Range&) = delete;
 
   private:
-    int traced = -1;
+    int number = -1;  // see innermost_range_number()
 };
 vector<const char*>& open_ranges();  // this thread's, outermost first; in device.cu
 const char* innermost_range();       // this thread's; "" outside all of them
-int innermost_traced_range();        // its number for Range(), no index of Trace::ranges; -1: none
+// Returns the number of this thread's innermost range, which counts over all traces, so it is no
+// index of Trace::ranges; -1: none, or nothing is traced.
+int innermost_range_number();
 
 struct TracedRange {
     const char* name;
-    int parent;       // the range that was open around it
-    int recorded_in;  // where backward runs a step of the tape: the range that recorded the step
+    int parent;       // the index of the range that was open around it
+    int recorded_in;  // where backward runs a step of the tape: of the range that recorded the step
     int thread;       // the system's number for it
     int64_t start, end;
 };
@@ -557,11 +565,11 @@ struct NoGrad : RestoreContext {  // within its scope nothing is recorded; then 
 // Gives y a gradient and appends `backward` to the tape, if an input has a gradient. backward(dy)
 // adds to the inputs' gradients.
 void record(Tensor& y, const vector<Tensor>& inputs, function<void(const Tensor& dy)> backward);
-// Returns y, recorded so that its gradient is its input's: add_gradient casts that back, and sums
-// over what was broadcast.
+// Records y as made of `a` alone, with da = dy, and returns it. add_gradient casts dy to a's dtype
+// and sums it to a's shape.
 Tensor passes_gradient(Tensor y, const Tensor& a);
-// Adds dx to g; without g it does nothing. If it is the first, g shares dx's memory, unless it is a
-// parameter's, which copies.
+// Adds dx to g; a null g: does nothing. A parameter's gradient copies dx. Any other one keeps the
+// first dx itself, so nobody may write to dx's memory afterwards.
 void add_gradient(const GradientPtr& g, const Tensor& dx);
 // Returns the tensor to which an op's own kernel writes a gradient. *accumulate says whether the
 // kernel has to add to what the tensor holds.
@@ -704,8 +712,10 @@ struct Links;  // a rank's connections and threads
 struct Communicator {
     int rank = 0, world = 1, local_world = 1;  // local_world: how many ranks this machine has
     string backend;                            // nccl or gloo; without links a word for captions
-    shared_ptr<Links> links;                   // null: this is no rank, or only plans
-    int local_gpus = 0;                        // that this machine's ranks see together
+    // null: this is no rank, or only plans. Then collectives take tensors on META only, and
+    // barrier() must not be called.
+    shared_ptr<Links> links;
+    int local_gpus = 0;  // how many GPUs this machine's ranks see together
 };
 bool is_rank();  // whether `--nproc`, torchrun, mpirun or srun has started us, by the environment
 // Starts n copies of this program with these arguments, and waits for all. Returns 0, or the exit
@@ -725,9 +735,11 @@ struct Work {  // a collective that was started
     uint32_t number;  // counts the collectives: the same on all ranks
     size_t bytes;     // of the whole tensor
     double started_ms;
-    Mark begin, end;        // when it ran; known after wait() and synchronize()
-    bool finished = false;  // Gloo's, as the next
-    string error;           // "": none
+    Mark begin, end;  // when it ran; known after wait() and synchronize()
+    // NCCL's stays false and "". Gloo's worker sets both, and `end`, under Links::mutex: read them
+    // after wait().
+    bool finished = false;
+    string error;  // "": none
 };
 using WorkPtr = shared_ptr<Work>;
 enum Reduction { SUM, AVERAGE };
@@ -747,17 +759,19 @@ struct NcclWay {
     void (*start)(const Communicator& c, Work& work, const Collective& x);
     void (*disconnect)(const Communicator& c);
 };
-// Each call starts a collective; what follows wait() may use its result. All ranks call the same
-// ones in the same order. A collective begins when what is queued on the compute stream is done,
-// and runs beside what follows. t is row-major, and both input and output; its dtype is fp32 or
-// bf16 (broadcast and all_gather: any). Rank r owns the r-th of `world` equal parts of t.
+// Each call starts a collective; what follows wait() may use its result. The caller keeps t and
+// `own` until wait(): with NCCL nothing else holds them, and the compute stream would use freed
+// memory again while the collective runs. All ranks call the same ones in the same order. A
+// collective begins when what is queued on the compute stream is done, and runs beside what
+// follows. t is row-major, and both input and output; its dtype is fp32 or bf16 (broadcast and
+// all_gather: any). Rank r owns the r-th of `world` equal parts of t.
 //   all_reduce      t becomes the sum, or the average, over ranks.
 //   broadcast       t becomes root's.
 //   reduce_scatter  Each rank's part becomes the sum or the average of all ranks' tensors there.
 //                   Other parts are undefined afterwards.
 //   all_gather      Each part becomes its owner's.
-// own: a tensor that holds this rank's part instead of t: reduce_scatter writes the part there, and
-// all_gather reads it from there.
+// own: a tensor that holds this rank's part instead of t (null: the part lies in t): reduce_scatter
+// writes the part there, and all_gather reads it from there.
 WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction reduction);
 WorkPtr broadcast(const Communicator& c, const Tensor& t, int root);
 WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, Reduction reduction,

@@ -162,7 +162,8 @@ void one_blas_thread() {
         openblas_set_num_threads(1);
 
         // Where `ulimit -v` leaves no room for the threads' buffers, OpenBLAS tries for ever; so we
-        // fail here. system_memory() leaves them out; 32 MiB may be taken without asking it.
+        // fail here. system_memory() has taken them off. allocate_cpu() asks it once per 32 MiB
+        // only, so that much has to be left, too.
         if (system_memory() < 32 << 20) { fail("out of memory: no room for OpenBLAS' buffers"); }
     });
 #endif
@@ -275,7 +276,7 @@ void add_gemm(const GradientPtr& g, const Tensor& a, bool ta, const Tensor& b, b
 //
 //   operand                   what the product multiplies           whose gradient backward fills
 //   -----------------------   -----------------------------------   ------------------------------
-//   F64, or of its dtype      the operand                           the operand's
+//   F64, or cast already      the operand                           the operand's
 //   an activation             a copy that is cast, for this         the copy's, in 16 bits; the
 //                             product only: cast_copy()             cast's step widens and adds it
 //   a parameter, mode eager   the copy made at its first use:       the copy's, in 16 bits; the

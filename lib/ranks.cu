@@ -347,7 +347,8 @@ static void watch(Links& links) {
 #endif
     const std::chrono::duration<double> turn(min(0.5, 0.1 * patience_s));
     WorkPtr oldest;
-    double waited_s = 0;  // for the oldest, in turns: a clock also runs while the job is paused
+    // For the oldest, counted in turns, which stop while the job is paused; a clock would not.
+    double waited_s = 0;
     std::unique_lock lock(links.mutex);
     int turns = 0;
     while (!links.changed.wait_for(lock, turn, [&] { return links.stopping; })) {

@@ -97,11 +97,13 @@ static void check_layout(const SafeTensors& file, const char* data, size_t data_
     }
 }
 
-// Returns the header's JSON. Deep nesting is refused while it is parsed, since later code, such as
-// dump(), would follow it by calls of calls and run out of stack. A name that is there twice is
-// refused after it: json has kept the last entry alone. The first parse only watches and keeps
-// nothing: else json would search, at each closing bracket, all that it has kept. It then reports
-// names, objects and lists alone; the depth of the last two is 0 to 2.
+// Returns the header's JSON, which it parses twice. The first time it only watches: nesting beyond
+// three levels is refused, since later code, such as dump(), follows it by calls of calls and would
+// run out of stack; and top-level names are counted. watch() returns false, so json keeps nothing;
+// else it would search, at each closing bracket, all that it has kept. It also leaves out values
+// then, so watch() sees names, objects and lists. A top-level name has depth 1, the header depth 0,
+// an entry 1, its lists 2. The second time json keeps the last of two entries of one name: then
+// there are fewer entries than names.
 static json parse_header(const string& path, const string& text) {
     size_t names = 0;
     auto watch = [&](int depth, json::parse_event_t event, json&) {

@@ -307,7 +307,7 @@ struct TapeStep {
     vector<GradientPtr> inputs;
     function<void(const Tensor& dy)> backward;
     const char* range_name;  // of the range that was open when it was recorded ...
-    int range;               // ... and that range's number in the trace
+    int range_number;        // ... and its innermost_range_number(), for Range()
 };
 static vector<TapeStep> tape;
 
@@ -342,7 +342,7 @@ void record(Tensor& y, const vector<Tensor>& inputs, function<void(const Tensor&
     step.output = y.gradient;
     step.backward = move(backward);
     step.range_name = innermost_range();
-    step.range = innermost_traced_range();
+    step.range_number = innermost_range_number();
     tape.push_back(move(step));
 }
 
@@ -371,8 +371,8 @@ Tensor gradient_target(const GradientPtr& g, bool* accumulate) {
     if (g->is_parameter) {
         *accumulate = g->filled;
         g->filled = true;
-        // Where a 16-bit copy stands for the parameter, products give a 16-bit gradient: no more is
-        // kept.
+        // Where a 16-bit copy stands for the parameter, products give a 16-bit gradient, so its
+        // value has 16 bits, too.
         bool low = context.mode != EAGER && g->low_precision;
         if (!g->value) {
             g->value = empty(g->shape, low ? g->low_precision.dtype : g->dtype, GRADIENTS);
@@ -421,7 +421,7 @@ void backward_from(const Tensor& y, const Tensor& dy) {
     while (!tape.empty()) {
         TapeStep step = move(tape.back());
         tape.pop_back();
-        Range range(step.range_name, step.range);
+        Range range(step.range_name, step.range_number);
         Tensor d;
         std::swap(d, step.output->value);
         try {
@@ -506,7 +506,7 @@ FUNCTOR(RsqrtBackward, (A y, A dy), (A)-0.5 * y * y * y * dy)  // dy/dx = -x^(-3
 FUNCTOR(SigmoidBackward, (A y, A dy), y*((A)1 - y) * dy)
 // d(a/b)/db = -(a/b)/b
 FUNCTOR(DivBackward, (A y, A b, A dy), -dy* y / b)
-// scatters dy to one column per row
+// puts dy into the one column of each row that `index` names, 0 elsewhere
 FUNCTOR(SelectEqual, (A column, A index, A dy), column == index ? dy : (A)0)
 #undef FUNCTOR
 
@@ -1180,6 +1180,8 @@ Tensor pick_last(const Tensor& a, const Tensor& index) {
 // result), NCCL's buffers and the workspace of flash's backward.
 size_t planned_peak(const Job& run) {
     Planning planning;
+    // before.device, not planned_for: within another Planning (memory_profiling on a CPU) it is
+    // META, so no fp32 copies are counted, as on a GPU.
     context.widening = multiplies_copies(planning.before.device, matmul_dtype());
     size_t before = memory_use(META).now;
     reset_peak(META);

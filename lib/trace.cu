@@ -24,9 +24,9 @@ static atomic<bool> tracing{false};
 static mutex trace_mutex;
 static Trace trace;
 // A range's number counts over all traces of the process, so that one of an earlier trace is known
-// as such. first_range is the number of this trace's first range.
-static int first_range = 0;
-static thread_local int innermost_traced = -1;  // the number of this thread's innermost; -1: none
+// as such. first_number is the number of this trace's first range.
+static int first_number = 0;
+static thread_local int innermost_number = -1;  // the number of this thread's innermost; -1: none
 
 // Returns ns since 1970. The clock never goes back: it is the monotonic one, set once to that time.
 static int64_t epoch_ns() {
@@ -34,7 +34,7 @@ static int64_t epoch_ns() {
     static const auto start = system_clock::now() - steady_clock::now().time_since_epoch();
     return nanoseconds(start.time_since_epoch() + steady_clock::now().time_since_epoch()).count();
 }
-static int in_this_trace(int range) { return range >= first_range ? range - first_range : -1; }
+static int in_this_trace(int range) { return range >= first_number ? range - first_number : -1; }
 
 #if defined(HAVE_CUDA) && defined(HAVE_CUPTI)
 // CONCURRENT_KERNEL, because KERNEL would run one kernel at a time.
@@ -71,7 +71,7 @@ static void CUPTIAPI note_launch(void*, CUpti_CallbackDomain, CUpti_CallbackId, 
     auto info = (const CUpti_CallbackData*)call;
     if (info->callbackSite != CUPTI_API_ENTER) { return; }
     lock_guard lock(launch_mutex);
-    launches.emplace_back(info->correlationId, innermost_traced);
+    launches.emplace_back(info->correlationId, innermost_number);
 }
 // Asks CUPTI to call note_launch() at launches, copies and memsets; returns whether that succeeded.
 // A call of the runtime ends in a call of the driver, so the driver's calls are enough.
@@ -219,13 +219,12 @@ Trace stop_tracing() {
     for (TracedRange& r : trace.ranges) {
         if (r.end == 0) { r.end = now; }
     }
-    first_range += (int)trace.ranges.size();
+    first_number += (int)trace.ranges.size();
     return move(trace);
 }
 
-// Returns a number that Range() takes as recorded_in. It counts over all traces, so it is no index
-// in Trace::ranges; it may be of an earlier trace's range, which in_this_trace() knows.
-int innermost_traced_range() { return tracing ? innermost_traced : -1; }
+// May return the number of an earlier trace's range, which in_this_trace() knows.
+int innermost_range_number() { return tracing ? innermost_number : -1; }
 
 // -------------------------------------------------------------------------------------------------
 // Ranges
@@ -242,9 +241,9 @@ Range::Range(const char* name, int recorded_in) {
     lock_guard lock(trace_mutex);
     if (!tracing) { return; }  // the trace has ended meanwhile
     trace.ranges.push_back(
-        {name, in_this_trace(innermost_traced), in_this_trace(recorded_in), thread, epoch_ns(), 0});
-    traced = first_range + (int)trace.ranges.size() - 1;
-    innermost_traced = traced;
+        {name, in_this_trace(innermost_number), in_this_trace(recorded_in), thread, epoch_ns(), 0});
+    number = first_number + (int)trace.ranges.size() - 1;
+    innermost_number = number;
 }
 
 // Closes the range: the one around it is this thread's innermost again.
@@ -253,11 +252,11 @@ Range::~Range() {
 #ifdef HAVE_CUDA
     nvtxRangePop();
 #endif
-    if (traced < 0) { return; }
+    if (number < 0) { return; }
 
     lock_guard lock(trace_mutex);
-    if (in_this_trace(traced) < 0) { return; }  // its trace has ended while it was open
-    TracedRange& r = trace.ranges[traced - first_range];
+    if (in_this_trace(number) < 0) { return; }  // its trace has ended while it was open
+    TracedRange& r = trace.ranges[number - first_number];
     r.end = epoch_ns();
-    innermost_traced = r.parent < 0 ? -1 : first_range + r.parent;
+    innermost_number = r.parent < 0 ? -1 : first_number + r.parent;
 }

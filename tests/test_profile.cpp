@@ -32,7 +32,7 @@ static string python(const string& script, const string& argument) {
 
 TEST_CASE("profile: ranges nest, each thread's by themselves") {
     begin_on(CPU);
-    CHECK(innermost_traced_range() == -1);
+    CHECK(innermost_range_number() == -1);
     {
         Range before("before the trace");
         start_tracing();
