@@ -524,9 +524,9 @@ static int cmd_reproduce(const Options& o) {
         const bool differs = c->is_in("2025") && c->is_in("2026") && c->takes("--size");
         const char* suffix = o.edition == "2026" && differs ? "-2026.md" : ".md";
         const string path = o.out + "/" + c->id + suffix;
-        ifstream file(path);
-        const string before{std::istreambuf_iterator<char>(file), {}};
-        if (is_as_now(before, commit(), is_quick(*c, o))) {
+        std::ostringstream before;
+        before << ifstream(path).rdbuf();  // stays empty if there is no such file
+        if (is_as_now(before.str(), commit(), is_quick(*c, o))) {
             note("%s: of this commit and device already", path.c_str());
             continue;
         }

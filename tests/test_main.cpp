@@ -238,6 +238,15 @@ TEST_CASE("main: reproduce tries to write a file before the work") {
     CHECK(!has(r.err, "ranks connected"));
     CHECK(!has(r.err, "gloo"));
 }
+TEST_CASE("main: reproduce names a folder where its file should be, and goes on") {
+    Folder folder;
+    std::filesystem::create_directory(folder.path + "/tp_calcs.md");
+    Run r =
+        run_cs336({"reproduce", "tp_calcs", "fsdp_calcs", "--device", "cpu", "--out", folder.path});
+    CHECK(r.exit_code == 1);
+    CHECK(has(r.err, "tp_calcs.md: cannot be written: expected a regular file"));
+    CHECK(std::filesystem::is_regular_file(folder.path + "/fsdp_calcs.md"));
+}
 TEST_CASE("main: reproduce keeps a file of this commit, device, sizes and format only") {
     begin_on(CPU);
     const string device = device_description(), text = "fsdp; " + device + "; commit abc1234\n";
