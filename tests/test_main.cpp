@@ -166,10 +166,18 @@ TEST_CASE("main: an edition has sizes and lengths of its own, and what is typed 
     CHECK(has(none.err, "--edition: got 2026, whose handout has no such problem"));
 }
 TEST_CASE("main: a full disk under stdout is a failure") {
-    Run r = run_cs336({"list"}, "/dev/full");
-    CHECK(r.exit_code == 1);
-    CHECK(lines(r.err) == 1);
-    CHECK(has(r.err, "stdout"));
+    for (const vector<string>& words :
+         {vector<string>{"list"}, {"--version"}, {"--help"}, {"tp_calcs", "--help"}}) {
+        Run r = run_cs336(words, "/dev/full");
+        CHECK(r.exit_code == 1);
+        CHECK(lines(r.err) == 1);
+        CHECK(has(r.err, "stdout"));
+    }
+}
+TEST_CASE("main: a closed pipe and a wrong rank are no crash") {
+    Run r = run_shell("RANK= WORLD_SIZE=2 " + program() + " list | true");
+    CHECK(!has(r.out, "terminate"));
+    CHECK(has(r.out, "environment variable RANK: got '', takes a whole number"));
 }
 TEST_CASE("main: an output is no input") {
     Folder folder;
