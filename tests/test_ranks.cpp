@@ -293,6 +293,7 @@ TEST_CASE("ranks: signals to the launcher reach all, and no rank outlives it") {
     if (lacks("gloo", CPU, 3)) { return; }
     const rlimit no_core{0, 0};
     setrlimit(RLIMIT_CORE, &no_core);
+    signal(SIGQUIT, SIG_DFL);  // a shell's background job ignores it, and so do its children
     for (int number : {SIGTERM, SIGINT, SIGQUIT, SIGKILL}) {
         CAPTURE(number);
         Folder temporary;  // a launcher that is killed cannot remove its folder
