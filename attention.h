@@ -140,9 +140,9 @@ AttentionRuns time_all(const AttentionImpl* other, int B, bool causal, DType dty
 // What the GPU's kernels share
 
 #ifdef HAVE_CUDA
-// A number that is a type: an object of type Constant<64> holds nothing, its type says 64. So an
-// argument `auto D` of that type may stand where C++ wants a number at compile time: kernel<T, D>
-// is kernel<T, 64> then.
+// Constant<64> is a type that stands for the number 64; its objects hold nothing. So an argument
+// `auto D` of that type may stand where C++ wants a number at compile time: kernel<T, D> is
+// kernel<T, 64> then.
 template <int N>
 using Constant = std::integral_constant<int, N>;
 // Calls f(D), D a Constant: so the compiler knows the head size of these tensors.

@@ -720,27 +720,27 @@ static MakeTrainer trainer_of(const Options& options) {
 // line with n. So two plans, for n = 0 and for all blocks, give a first n, which grows until its
 // plan fits or it is all blocks.
 static void choose_what_runs_again(const Options& options, int world, double room) {
-    // It leaves in the context what it planned: an early return keeps that.
+    // Returns a plan's peak. It leaves in the context what it planned: an early return keeps that.
     auto peak_with = [&](bool recompute, const Checkpointing& checkpoint) {
         context.recompute = recompute;
         context.checkpoint = checkpoint;
         return (double)steps_peak(world, options, trainer_of(options), options.batch_size);
     };
     if (peak_with(false, {}) <= room) { return; }
-    const double norms = peak_with(true, {});
-    if (norms <= room) { return; }
+    const double norms_again = peak_with(true, {});
+    if (norms_again <= room) { return; }
 
     // BLOCKS with n = 0: no block whole, so the feed-forwards of all
-    const double ffns = peak_with(true, {Checkpointing::BLOCKS, 0});
-    const double blocks = peak_with(true, {Checkpointing::GROUPS, 1});
+    const double ffns_again = peak_with(true, {Checkpointing::BLOCKS, 0});
+    const double blocks_again = peak_with(true, {Checkpointing::GROUPS, 1});
     const int L = configs_of(options)[0].num_layers;
     auto enough = [&](double from, double to) {
         return (int)ceil(L * (from - room) / (from - to));
     };
-    if (ffns <= room) {
-        context.checkpoint = {Checkpointing::FFN, enough(norms, ffns)};
-    } else if (blocks <= room) {
-        context.checkpoint = {Checkpointing::BLOCKS, enough(ffns, blocks)};
+    if (ffns_again <= room) {
+        context.checkpoint = {Checkpointing::FFN, enough(norms_again, ffns_again)};
+    } else if (blocks_again <= room) {
+        context.checkpoint = {Checkpointing::BLOCKS, enough(ffns_again, blocks_again)};
     } else {
         return;  // with the last plan, of whole blocks, which is too large
     }

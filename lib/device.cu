@@ -520,8 +520,8 @@ shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Sour
     void* place = nullptr;
     if (asked_first && device != CPU && bytes > 0) {
         memory->number = asked_first->take(bytes, &place);
-        memory->places =
-            asked_first;  // after take(): where that throws, there is nothing to give back
+        // After take(): where that throws, there is nothing to give back.
+        memory->places = asked_first;
         memory->placed = place;
     }
 
