@@ -174,20 +174,20 @@ __global__ void add_rmsnorm_kernel(T* y,            // [N,C]
                                    const T* delta,  // [N,C] or null
                                    const X* w,      // [C]
                                    int64_t, int64_t C, float eps) {
-    const int64_t row = blockIdx.x * C;
-    const X* x = x_in + row;
+    const int64_t begin = blockIdx.x * C;
+    const X* x = x_in + begin;
     if (delta) {
         for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
-            x_out[row + c] = x[c] + delta[row + c];  // the residual's +=
+            x_out[begin + c] = x[c] + delta[begin + c];  // the residual's +=
         }
-        x = x_out + row;  // a thread reads what it wrote itself
+        x = x_out + begin;  // a thread reads what it wrote itself
     }
 
     float sum = 0;
     for (int64_t c = threadIdx.x; c < C; c += blockDim.x) { sum += x[c] * x[c]; }
     float r = 1 / sqrtf(block_sum(sum) / C + eps);
 
-    for (int64_t c = threadIdx.x; c < C; c += blockDim.x) { y[row + c] = w[c] * (x[c] * r); }
+    for (int64_t c = threadIdx.x; c < C; c += blockDim.x) { y[begin + c] = w[c] * (x[c] * r); }
     if (threadIdx.x == 0) { r_out[blockIdx.x] = r; }
 }
 // Computes a row of dx and dx_low per block, as rmsnorm_dx_cpu.
@@ -200,10 +200,10 @@ __global__ void rmsnorm_dx_kernel(X* dx_all,  // [N,C]
                                   const Wide<T>* r_in,  // [N]
                                   const X* w,           // [C]
                                   int64_t, int64_t C) {
-    const int64_t row = blockIdx.x * C;
-    X* dx = dx_all + row;
-    const T* dy = dy_all + row;
-    const X* x = x_all + row;
+    const int64_t begin = blockIdx.x * C;
+    X* dx = dx_all + begin;
+    const T* dy = dy_all + begin;
+    const X* x = x_all + begin;
     const float r = r_in[blockIdx.x];
 
     float dot = 0;
@@ -213,7 +213,7 @@ __global__ void rmsnorm_dx_kernel(X* dx_all,  // [N,C]
     for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
         float change = r * w[c] * dy[c] - x[c] * along_x;
         dx[c] = add_dx ? dx[c] + change : change;
-        if (dx_low) { dx_low[row + c] = (float)dx[c]; }
+        if (dx_low) { dx_low[begin + c] = (float)dx[c]; }
     }
 }
 // Computes dw of a column per block, in the same order in every run.

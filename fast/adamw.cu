@@ -30,7 +30,7 @@ HD inline Halves halves_of(float x) {
     const uint32_t bits = x == x ? bits_of(x) : 0x7fc00000;
     return {(uint16_t)((bits + 0x8000) >> 16), (uint16_t)bits};
 }
-HD inline float joined(Halves h) {
+HD inline float whole_of(Halves h) {
     return float_of((uint32_t)(uint16_t)(h.upper - (h.lower >> 15)) << 16 | h.lower);
 }
 // Converts element i of n: `split` from whole to halves, else back.
@@ -40,7 +40,7 @@ HD inline void convert_halves(float* whole, uint16_t* halves, int64_t n, int64_t
         halves[i] = h.upper;
         halves[n + i] = h.lower;
     } else {
-        whole[i] = joined({halves[i], halves[n + i]});
+        whole[i] = whole_of({halves[i], halves[n + i]});
     }
 }
 #ifdef HAVE_CUDA
@@ -133,7 +133,7 @@ static void ready_weights(Model& model) {
 // AdamW: up to 64 tensors per launch, up to 16 bytes per access
 
 #ifdef HAVE_CUDA
-constexpr int MAX_TENSORS = 64;  // of a launch
+constexpr int MAX_TENSORS = 64;  // of a launch, whose arguments may have 4 KB: 28 bytes a tensor
 constexpr int CHUNK = 2048;      // elements that a block updates
 struct Updates {                 // what a launch updates; tensor k is element k of each array
     const void* g[MAX_TENSORS];
@@ -173,7 +173,7 @@ __global__ void adamw_kernel(Updates all, P* p_all, P* m_all, P* v_all, AdamWSca
         if (split) {
             u = load_pack<W>(upper + i);
             l = load_pack<W>(lower + i);
-            for (int j = 0; j < W; j++) { p.x[j] = joined({u.x[j], l.x[j]}); }
+            for (int j = 0; j < W; j++) { p.x[j] = whole_of({u.x[j], l.x[j]}); }
         } else {
             p = load_pack<W>(p_all + offset + i);
         }
@@ -198,8 +198,8 @@ __global__ void adamw_kernel(Updates all, P* p_all, P* m_all, P* v_all, AdamWSca
 // Updates the weights of all gradients, whose type is G, by as few launches as their number allows.
 // A launch takes W elements at a time, if every tensor in it begins and ends at a multiple of W.
 template <bool split, class P, class G>
-static void launch(const FlatGradients& gradients, const Tensor& p, const Tensor& m,
-                   const Tensor& v, AdamWScalars s) {
+static void launch_updates(const FlatGradients& gradients, const Tensor& p, const Tensor& m,
+                           const Tensor& v, AdamWScalars s) {
     constexpr int W = 16 / sizeof(P);
     for (size_t next = 0; next < gradients.size();) {
         Updates some;
@@ -215,6 +215,7 @@ static void launch(const FlatGradients& gradients, const Tensor& p, const Tensor
             some.first_block[k] = blocks;
             blocks += ceil_div(one.g.size(), CHUNK);
 
+            // each array's part, from its first byte and an offset in elements
             for (const Tensor* t : {&p, &m, &v}) {
                 fits &= ((uintptr_t)t->data / sizeof(P) + one.offset) % W == 0;
             }
@@ -240,10 +241,10 @@ static void update_cuda(const Tensor& p, const FlatGradients& gradients, const T
         with_gpu_type(dtype, [&](auto zero) {
             if constexpr (!split) {
                 if (p.dtype == BF16) {
-                    return launch<split, bf16, decltype(zero)>(some, p, m, v, s);
+                    return launch_updates<split, bf16, decltype(zero)>(some, p, m, v, s);
                 }
             }
-            launch<split, float, decltype(zero)>(some, p, m, v, s);
+            launch_updates<split, float, decltype(zero)>(some, p, m, v, s);
         });
     }
 }
@@ -259,7 +260,7 @@ static void update_split_cpu(const Tensor& p, const FlatGradients& gradients, co
             uint16_t* lower = upper + n;
 #pragma omp parallel for simd if (n > 16384)
             for (int64_t i = 0; i < n; i++) {
-                float x = joined({upper[i], lower[i]});
+                float x = whole_of({upper[i], lower[i]});
                 adamw_element(&x, g[i], m.as<float>() + first + i, v.as<float>() + first + i, s);
                 Halves h = halves_of(x);
                 upper[i] = h.upper;

@@ -25,7 +25,7 @@ struct Windows : Places {
         ncclWindow_t handle;
         bool unused;  // its buffer is gone
     };
-    vector<Window> windows;
+    vector<Window> opened;
     Windows() { counted = true; }
 
     // Opens a window of so many bytes for a new buffer.
@@ -35,15 +35,15 @@ struct Windows : Places {
         NCCL_CHECK(ncclMemAlloc(&w.data, bytes));
         NCCL_CHECK(
             ncclCommWindowRegister(lane.nccl, w.data, bytes, &w.handle, NCCL_WIN_COLL_SYMMETRIC));
-        windows.push_back(w);
+        opened.push_back(w);
         *at = w.data;
-        return windows.size() - 1;
+        return opened.size() - 1;
     }
-    void give(size_t number) override { windows[number].unused = true; }
+    void give(size_t number) override { opened[number].unused = true; }
 
     // Closes the windows whose buffers are gone, and frees their memory.
     void close_unused() {
-        for (Window& w : windows) {
+        for (Window& w : opened) {
             if (!w.unused || !w.data) { continue; }
             NCCL_CHECK(ncclCommWindowDeregister(lane.nccl, w.handle));
             NCCL_CHECK(ncclMemFree(w.data));

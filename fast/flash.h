@@ -40,7 +40,7 @@
 // mean times: about 2, rounded down to whole heads. (`together` is then raised to a divisor of the
 // heads, and to what the largest z asks for.)
 inline dim3 attention_grid(const AttentionArgs& a, int tiles, int blocks = 1) {
-    constexpr int MOST = 65535;  // of y and z
+    constexpr int MOST = 65535;  // of y and z; y, the tiles, has room for 4 million rows
     int heads = a.B * a.H;
     int together =
         max(a.causal ? 2 * multiprocessors() * blocks / tiles : 1, ceil_div(heads, MOST));

@@ -106,7 +106,6 @@ DEVICE void fp32_load(Tile<N, D>& to, const Heads& x, int first) {
 
     const float* from = row_at<float>(x, first + i) + d;
     int left = x.rows - first - i;
-#pragma unroll
     for (int down = 0; down < N; down += STEP) {
         copy_16(&to.row[i + down][d], from, down < left);
         from += STEP * x.row;
@@ -224,8 +223,8 @@ DEVICE void fp32_softmax(Part<R, N>& S, Part<R, COUNT>& O, float (&m)[R], float 
         for (float s : S[r]) {  // step 2, in this thread
             larger = fmaxf(larger, s);
         }
-        for (int o : {1, 8, 16}) {  // and in the row: lane ^ o
-            larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, o));
+        for (int apart : {1, 8, 16}) {  // and in the row: lane ^ apart
+            larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, apart));
         }
         float shrink = exp2_approx((m[r] - larger) * c);
         m[r] = larger;
@@ -280,9 +279,9 @@ __global__ void __launch_bounds__(FP32_THREADS, FORWARD_BLOCKS)
         fp32_add_rows(O, S, P_smem, V);  // step 5
     }
 
-    for (int r = 0; r < R; r++) {   // step 6
-        for (int o : {1, 8, 16}) {  // as in step 2
-            l[r] += __shfl_xor_sync(0xffffffff, l[r], o);
+    for (int r = 0; r < R; r++) {       // step 6
+        for (int apart : {1, 8, 16}) {  // as in step 2
+            l[r] += __shfl_xor_sync(0xffffffff, l[r], apart);
         }
         for (float& o : O[r]) { o /= l[r]; }
         int i = q0 + thread_row(r);
@@ -294,16 +293,16 @@ __global__ void __launch_bounds__(FP32_THREADS, FORWARD_BLOCKS)
 
 // ---- backward ----
 // Does step 12 for a tile of Bq queries from q0 on. A thread has Bq / 16 neighbouring ones.
-template <int M, int D, int Bq>
+template <int KEYS, int D, int Bq>
 DEVICE void fp32_add_dq(const AttentionArgs& a, int q0,
-                        const Tile<M, Bq, ACROSS>& dS,  // transposed
-                        const Tile<M, D>& K) {
-    constexpr int Q = Bq / DOWN;
-    int first = thread_y() * Q;
-    Part<Q, D / ACROSS> dQ = {};
+                        const Tile<KEYS, Bq, ACROSS>& dS,  // transposed
+                        const Tile<KEYS, D>& K) {
+    constexpr int QUERIES = Bq / DOWN;
+    int first = thread_y() * QUERIES;
+    Part<QUERIES, D / ACROSS> dQ = {};
 #pragma unroll 4
-    for (int key = 0; key < M; key++) {
-        auto ds = load_pack<Q>(&dS.row[key][first]);
+    for (int key = 0; key < KEYS; key++) {
+        auto ds = load_pack<QUERIES>(&dS.row[key][first]);
         add_row(dQ, ds.x, K.row[key]);
     }
     fp32_store<true, 1>(dQ, a.scale, a.dq, q0 + first);
@@ -383,14 +382,14 @@ static void with_tiles(const AttentionTensors& t, int rows, int blocks, F f) {
         }
     });
 }
-static void forward(const AttentionTensors& t) {
+static void flash_fp32_forward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
     with_tiles(t, a.Tq, FORWARD_BLOCKS, [&](auto D, auto R, dim3 grid) {
         launch(flash_fp32_forward_kernel<D, R>, grid, FP32_THREADS, sizeof(ForwardTiles<D, R>), a);
     });
 }
 // Does step 7, sets dQ to 0, and launches the one kernel that writes dK and dV and adds to dQ.
-static void backward(const AttentionTensors& t) {
+static void flash_fp32_backward(const AttentionTensors& t) {
     Tensor memory;
     AttentionArgs a = step_7(t, &memory);
     copy_or_add(t.dq, zeros({1}, F32, WORKSPACE), false);  // dQ = 0, to which atomics add
@@ -404,5 +403,6 @@ static void backward(const AttentionTensors& t) {
 static bool takes(DType t, int64_t D) {
     return t == F32 && flash_head_size(D) && compiled_for(flash_fp32_forward_kernel<64, 4>) >= 80;
 }
-static const AddRow<AttentionImpl> row({"flash_fp32", CUDA, 50, takes, nullptr, forward, backward});
+static const AddRow<AttentionImpl> row({"flash_fp32", CUDA, 50, takes, nullptr, flash_fp32_forward,
+                                        flash_fp32_backward});
 #endif

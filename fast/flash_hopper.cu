@@ -29,8 +29,8 @@ constexpr int SLAB_ROW = 2 * SLAB;  // bytes
 
 // An mbarrier passes from phase to phase: each time `count` arrivals were made and all announced
 // bytes have come.
-DEVICE void mbarrier_init(uint64_t* b, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(b)), "r"(count)
+DEVICE void mbarrier_init(uint64_t* barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(count)
                  : "memory");
 }
 // Makes the initialised mbarriers visible to TMA; __syncthreads() makes them visible to
@@ -38,14 +38,15 @@ DEVICE void mbarrier_init(uint64_t* b, int count) {
 DEVICE void mbarrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-DEVICE void mbarrier_arrive(uint64_t* b) {
-    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(smem_address(b))
+DEVICE void mbarrier_arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier))
                  : "memory");
 }
-DEVICE void mbarrier_arrive_expecting(uint64_t* b, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(b)),
-                 "r"(bytes)
-                 : "memory");
+DEVICE void mbarrier_arrive_expecting(uint64_t* barrier, int bytes) {
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)),
+        "r"(bytes)
+        : "memory");
 }
 // Waits until the phase of this parity is over. Phases count from 0, so their parities are 0, 1, 0,
 // 1, ... In a fresh mbarrier phase 0 is running, and a phase of parity 1 counts as over.
@@ -61,23 +62,23 @@ DEVICE void mbarrier_arrive_expecting(uint64_t* b, int bytes) {
 //
 // So the loader's waits at uses 0 and 1 pass at once, since nobody has to empty a place that was
 // never filled. At use 2 it waits until use 0 has been read.
-DEVICE void mbarrier_wait(uint64_t* b, int parity) {
+DEVICE void mbarrier_wait(uint64_t* barrier, int parity) {
     asm volatile(
         "{\n.reg .pred done;\n"
         "again: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n}" ::"r"(smem_address(b)),
+        "@!done bra again;\n}" ::"r"(smem_address(barrier)),
         "r"(parity)
         : "memory");
 }
 // Starts a copy of box (d, row, h, batch) of the mapped tensor to shared memory; its bytes count
-// towards the mbarrier b.
-DEVICE void tma_load(void* to, const CUtensorMap* map, uint64_t* b, int d, int row, int h,
+// towards the mbarrier.
+DEVICE void tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, int d, int row, int h,
                      int batch) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
         "[%1, {%3,%4,%5,%6}], "
         "[%2];" ::"r"(smem_address(to)),
-        "l"(map), "r"(smem_address(b)), "r"(d), "r"(row), "r"(h), "r"(batch)
+        "l"(map), "r"(smem_address(barrier)), "r"(d), "r"(row), "r"(h), "r"(batch)
         : "memory");
 }
 // Starts copies of a tile of so many slabs, from row `row` on. The mbarrier expects its bytes and
@@ -92,11 +93,11 @@ DEVICE void tma_load_tile(char* to, int slab_bytes, const CUtensorMap* map, uint
 }
 // Starts a copy of `bytes` bytes from global to shared memory; they count towards the mbarrier.
 // `bytes` and both addresses are multiples of 16.
-DEVICE void bulk_load(void* to, const void* from, int bytes, uint64_t* b) {
+DEVICE void bulk_load(void* to, const void* from, int bytes, uint64_t* barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
             "r"(smem_address(to)),
-        "l"(from), "r"(bytes), "r"(smem_address(b))
+        "l"(from), "r"(bytes), "r"(smem_address(barrier))
         : "memory");
 }
 // Shared memory is reached in two ways, PTX's "proxies": ordinary loads and stores are the generic
@@ -248,7 +249,8 @@ WGMMA_SS(64, 128, R64, 64, 65, 66, 67, D64)
 // address as if the slab were not swizzled, and only then flips its bits 4 to 6 (the chunk) by its
 // bits 7 to 9 (the row % 8). TMA has put the chunk where that leads.
 
-// Returns the low word: address and LBO. full_descriptor() adds the high one.
+// Returns the low word: address and LBO. full_descriptor() adds the high one. lbo, in bytes, is
+// read only where the table says so; elsewhere callers pass 16.
 DEVICE uint32_t descriptor(const void* at, int lbo) {
     return (uint32_t)(lbo / 16) << 16 | (smem_address(at) & 0x3FFFF) / 16;
 }
@@ -316,8 +318,8 @@ DEVICE void store_rows(const Heads& to, int b, int h, int first, int rows, const
     }
 }
 
-// Up to D 64 three groups have registers enough. See forward(), which asks for two where there are
-// few queries.
+// Up to D 64 three groups have registers enough. See hopper_forward(), which asks for two where
+// there are few queries.
 template <int HEAD, int GROUPS = HEAD <= 64 ? 3 : 2>
 struct HopperForward {
     static constexpr int D = HEAD, groups = GROUPS;
@@ -331,8 +333,8 @@ struct HopperForward {
     static constexpr int q_bytes = slabs * q_slab, k_bytes = slabs * k_slab;
     static constexpr bool sums = D % SLAB == 0;  // V has another slab, of ones
     static constexpr int v_bytes = k_bytes + (sums ? k_slab : 0), o_columns = D + (sums ? 8 : 0);
-    // Bytes from the start of shared memory, two tiles of queries. 1024: to start at a multiple, as
-    // the swizzle needs.
+    // Where the rings begin, in bytes: two tiles of queries lie before K's, K's lies before V's.
+    // `bytes` has 1024 more, so that all can begin at a multiple of 1024, as the swizzle needs.
     static constexpr int k_ring = 2 * q_bytes, v_ring = k_ring + stages * k_bytes;
     static constexpr size_t bytes = v_ring + stages * v_bytes + 1024;
     static_assert(D % 16 == 0 && D <= 128 && stages == 2);
@@ -420,7 +422,6 @@ template <class Tile, bool MASKED>
 DEVICE void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[2], float (&l)[2], float (&base)[2],
                        float (&shrink)[2], float c, const AttentionArgs& a, int row, int key) {
     if constexpr (MASKED) {
-#pragma unroll
         for (int n = 0; n < Tile::Bk / 2; n++) {
             int column = key + n / 4 * 8 + n % 2, query = row + n % 4 / 2 * 8;
             if (column >= a.Tk || (a.causal && column > query)) { s[n] = -INFINITY; }
@@ -503,7 +504,6 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
     uint32_t k_next = k_at, v_next = v_at;  // of the tile to be read next
     uint32_t k_read = 0, v_read = 0;        // how many tiles have been read
     if (warpgroup == Tile::groups - 1) { barrier_arrive(TURN, 256); }
-#pragma unroll 1
     for (int served = 0;; served++) {
         int buffer = served % 2;
         mbarrier_wait(&bars.q_full[buffer], served / 2 % 2);
@@ -575,9 +575,7 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
         };
 
         int from_end = 1;
-#pragma unroll 1
         for (; from_end < masked_end; from_end++) { step(from_end, std::true_type()); }
-#pragma unroll 1
         for (; from_end < q.k_tiles; from_end++) { step(from_end, std::false_type()); }
 
         add_values();
@@ -662,7 +660,7 @@ HD constexpr int row_threads(int D) {
 
 // What lies between the kernels: dq in the order in which the main kernel's lanes hold it, and for
 // each two queries L log2(e) of both, then D_i of both. Rows beyond Tq have L = inf, which makes
-// their P 0. Of a 16x8 block of dQ a lane holds four neighbours in memory, so that a warp adds to
+// their P 0. Of a 16x8 piece of dQ a lane holds four neighbours in memory, so that a warp adds to
 // 128 neighbours: of row lane/4 the columns 2(lane%4) and the next one, then the same of row
 // lane/4 + 8.
 struct BackwardWorkspace {
@@ -671,9 +669,9 @@ struct BackwardWorkspace {
     int rows;       // Tq rounded up to a multiple of QUERY_ROWS, which every Bq divides
 };
 
-// ---- before: row_threads(D) threads take two neighbouring rows ----
+// Does step 7 and zeroes dQ: row_threads(D) threads take two neighbouring rows.
 template <int D>
-static __global__ void backward_before(AttentionArgs a, BackwardWorkspace w) {
+__global__ void backward_before(AttentionArgs a, BackwardWorkspace w) {
 #ifdef HAS_WGMMA
     constexpr int GROUP = row_threads(D);
     let_next_kernel_start();  // the main kernel, which loads K and Q while this one is at work
@@ -700,7 +698,9 @@ static __global__ void backward_before(AttentionArgs a, BackwardWorkspace w) {
             sum[r] += ((const bf16*)&o[r])[e] * ((const bf16*)&dO[r])[e];
         }
         // The grid ends with a whole block: w.rows is a multiple of 128. So all lanes are here.
-        for (int s = GROUP / 2; s > 0; s /= 2) { sum[r] += __shfl_xor_sync(0xffffffff, sum[r], s); }
+        for (int apart = GROUP / 2; apart > 0; apart /= 2) {
+            sum[r] += __shfl_xor_sync(0xffffffff, sum[r], apart);
+        }
     }
     if (n == 0) {
         auto L = [&](int row) {
@@ -711,20 +711,20 @@ static __global__ void backward_before(AttentionArgs a, BackwardWorkspace w) {
 #endif
 }
 
-// ---- after: a thread writes 8 elements of two rows, r and r + 8 of a block: what the lanes 4r to
-// 4r + 3 held of it ----
+// Writes dQ as bf16, times the scale. A thread writes 8 elements of two rows, r and r + 8 of a
+// piece: what the lanes 4r to 4r + 3 held of it.
 template <int D>
-static __global__ void backward_after(AttentionArgs a, BackwardWorkspace w) {
+__global__ void backward_after(AttentionArgs a, BackwardWorkspace w) {
 #ifdef HAS_WGMMA
     await_previous_kernel();  // all that is read here comes from it; only the launch was early
     int64_t index = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, tile = index / D;  // of 16 rows
     int n = (int)(index % (D / 8)), r = (int)(index / (D / 8) % 8);
     int bh = (int)(tile / (w.rows / 16)), i = (int)(tile % (w.rows / 16)) * 16 + r;
     if (bh >= a.B * a.H) { return; }
-    const float4* block = (const float4*)w.dq + (tile * (D / 8) + n) * WARP;
+    const float4* piece = (const float4*)w.dq + (tile * (D / 8) + n) * WARP;
     uint32_t upper[4], lower[4];
     for (int c = 0; c < 4; c++) {
-        float4 x = block[4 * r + c];
+        float4 x = piece[4 * r + c];
         upper[c] = pack(x.x * a.scale, x.y * a.scale);
         lower[c] = pack(x.z * a.scale, x.w * a.scale);
     }
@@ -845,7 +845,7 @@ struct BackwardConsumer {
     static constexpr int D = Tile::D, Bk = Tile::Bk, Bq = Tile::Bq, stages = Tile::stages;
     // From here on a thread's part of L is loaded before dP is issued: a quarter, with which the
     // exponentials begin. More would hold dP back.
-    static constexpr int EARLY = Bq / 2 - Bq / 8;
+    static constexpr int EARLY_FROM = Bq / 2 - Bq / 8;
     using EarlyL = float2[Bq / 32];
     using Scores = float[Bq / 2];         // of S^T, P^T, dP^T
     using Packed = uint32_t[Bq / 16][4];  // of P^T, dS^T
@@ -871,11 +871,11 @@ struct BackwardConsumer {
     int dq_query = Bq == 64 ? 0 : warpgroup * 64, dq_column = Bq == 64 ? warpgroup * 64 : 0;
     uint32_t ds_at = descriptor(memory.ds_tiles + dq_query * SLAB_ROW, 16);
     uint32_t k_all = descriptor(memory.k_tile + dq_column / SLAB * Tile::k_slab, 16);
-    int dq_blocks = min(Tile::dq_columns, D - dq_column) / 8;  // of 8 columns
-    int64_t block =
+    int dq_pieces = min(Tile::dq_columns, D - dq_column) / 8;  // of 8 columns
+    int64_t piece =
         (((int64_t)tile.head * w.rows + tile.begin * Bq + dq_query) / 16 + warp) * (D / 8) +
         dq_column / 8;
-    float4* first_dq = (float4*)w.dq + block * WARP + lane;
+    float4* first_dq = (float4*)w.dq + piece * WARP + lane;
 
     // Starts x = (add ? x : 0) + own rows times a streamed tile, transposed.
     DEVICE void rows_times_rows(Scores& x, uint32_t own, uint32_t streamed, bool add) {
@@ -903,7 +903,6 @@ struct BackwardConsumer {
     // Starts step 12's product for tile i.
     DEVICE void start_dq(DqPart& dq, int i) {
         wgmma_fence();
-#pragma unroll
         for (int k = 0; k < Bk / 16; k++) {
             int slab = k * 16 / SLAB, in_slab = k * 16 % SLAB * 2;
             wgmma<1>(dq, advance(ds_at, (i & 1) * Tile::ds_bytes + slab * Tile::q_slab + in_slab),
@@ -916,7 +915,7 @@ struct BackwardConsumer {
     DEVICE void add_dq(const DqPart& dq, int i) {
         float4* to = first_dq + (int64_t)i * (Bq / 16 * (D / 8) * WARP);
         for (int n = 0; n < Tile::dq_columns / 8; n++) {
-            if (D % Tile::dq_columns == 0 || n < dq_blocks) {  // the first is known to the compiler
+            if (D % Tile::dq_columns == 0 || n < dq_pieces) {  // the first is known to the compiler
                 atomicAdd(to + n * WARP,
                           make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]));
             }
@@ -960,7 +959,9 @@ struct BackwardConsumer {
         return *(const float2*)&stats[n + lane % 4].z;
     }
     DEVICE void load_early_L(EarlyL& early_L, const float4* stats) {
-        for (int n = EARLY; n < Bq / 2; n += 4) { early_L[(n - EARLY) / 4] = L_of(stats, n); }
+        for (int n = EARLY_FROM; n < Bq / 2; n += 4) {
+            early_L[(n - EARLY_FROM) / 4] = L_of(stats, n);
+        }
     }
     // Does step 8's P for the queries [from, to) of the tile that starts at q0, packed, from the
     // last.
@@ -969,7 +970,7 @@ struct BackwardConsumer {
                              int from, int to) {
 #pragma unroll
         for (int n = to / 2 - 4; n >= from / 2; n -= 4) {
-            float2 L = n < EARLY ? L_of(stats, n) : early_L[(n - EARLY) / 4];
+            float2 L = n < EARLY_FROM ? L_of(stats, n) : early_L[(n - EARLY_FROM) / 4];
             for (int e = 0; e < 4; e++) {
                 s[n + e] = exp2_approx(fmaf(s[n + e], c, -(e % 2 ? L.y : L.x)));
                 if constexpr (MASKED) {
@@ -985,7 +986,6 @@ struct BackwardConsumer {
     // Does step 11 from P and dP - D_i: dS goes to registers for dK and to shared memory for dQ.
     DEVICE void make_ds(Packed& ds, const Packed& p, const Scores& dp, int i) {
         char* ds_tile = memory.ds_tiles + (i & 1) * Tile::ds_bytes + warpgroup * Tile::q_slab;
-#pragma unroll
         for (int k = 0; k < Bq / 16; k++) {
             for (int half = 0; half < 2; half++) {
                 int n = 8 * k + 4 * half;
@@ -1053,9 +1053,9 @@ struct BackwardConsumer {
         wgmma_wait<0>(dv, dk, s);
         release(stage);
     }
-    // At D 16, 32 and 64 (tiles of 128 queries): dP; dV; dQ of the tile before; dK; S of the next
-    // tile. dQ fits only into the registers of dP, which are free when dS is made; and loading D_i
-    // first would hold dP back.
+    // Does the same at D 16, 32 and 64 (tiles of 128 queries), in this order: dP; dV; dQ of the
+    // tile before; dK; S of the next tile. dQ fits only into the registers of dP, which are free
+    // when dS is made; and loading D_i first would hold dP back.
     template <bool MASKED>
     DEVICE void step_of_128_queries(int i) {
         int stage = i % stages, q0 = (tile.begin + i) * Bq;
@@ -1132,9 +1132,7 @@ DEVICE void backward_consumer(const AttentionArgs& a, const BackwardWorkspace& w
         masked_end = a.causal ? min(end, (first + 63 + Bq - 1) / Bq - tile.begin) : 0;
     }
     int i = 0;
-#pragma unroll 1
     for (; i < masked_end; i++) { consumer.template step<true>(i); }
-#pragma unroll 1
     for (; i < end; i++) { consumer.template step<false>(i); }
 
     if (end > 0) {
@@ -1231,6 +1229,7 @@ static CUtensorMap tensor_map(const Tensor& x, int rows) {
     return map;
 }
 
+// Launches the forward with these tiles of queries, in at most a block per multiprocessor.
 template <class Tile>
 static void launch_forward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
@@ -1244,7 +1243,7 @@ static void launch_forward(const AttentionTensors& t) {
 // heads, it takes 0.58 to 0.77 of the time at 256 queries, 0.81 to 0.92 at 1024 and 1.05 to 1.14 at
 // 4096; without a mask 0.81 at 256, 0.83 to 1.17 at 512. (At 192 it loses with many heads.) Above D
 // 64 both branches are the same.
-static void forward(const AttentionTensors& t) {
+static void hopper_forward(const AttentionTensors& t) {
     with_head_size(t, [&](auto D) {
         if (t.q.dim(2) <= (t.causal ? 1024 : 256)) {
             launch_forward<HopperForward<D, 2>>(t);
@@ -1254,7 +1253,8 @@ static void forward(const AttentionTensors& t) {
     });
 }
 
-static void backward(const AttentionTensors& t) {
+// Launches the three kernels, which write dQ, dK and dV; main and after may start early.
+static void hopper_backward(const AttentionTensors& t) {
     with_head_size(t, [&](auto D) {
         using Tile = HopperBackward<D>;
         AttentionArgs a = args_of(t);
@@ -1271,5 +1271,6 @@ static bool takes(DType t, int64_t D) {
     return t == BF16 && flash_head_size(D) &&
            compiled_for(hopper_forward_kernel<HopperForward<64>>) == 90;
 }
-static const AddRow<AttentionImpl> row({"hopper", CUDA, 60, takes, nullptr, forward, backward});
+static const AddRow<AttentionImpl> row({"hopper", CUDA, 60, takes, nullptr, hopper_forward,
+                                        hopper_backward});
 #endif

@@ -23,7 +23,7 @@ struct StepPlaces : Places {
 
     // Takes the next place. Returns its number, and with a block sets *at to its address.
     size_t take(size_t bytes, void** at) override {
-        constexpr size_t UNIT = 512;
+        constexpr size_t UNIT = 512;  // bytes: where a buffer begins, aligned for all that reads it
         bytes = (bytes + UNIT - 1) / UNIT * UNIT;
         if (!block) {
             places.push_back({bytes, 0, events++, INT_MAX});
@@ -125,7 +125,7 @@ static cudaGraphExec_t capture(Model& model, const Job& work) {
     return executable;
 }
 
-static void launch(cudaGraphExec_t graph, const char* name) {
+static void launch_graph(cudaGraphExec_t graph, const char* name) {
     Range range(name);
     CUDA_CHECK(cudaGraphLaunch(graph, stream()));
     graph_launches++;
@@ -200,9 +200,9 @@ static Tensor forward_backward_by_graphs(Model& model, const Batch& batch, float
 
     copy_in_stream(g->batch.tokens, batch.tokens);
     copy_in_stream(g->batch.targets, batch.targets);
-    launch(g->forward, "forward");
+    launch_graph(g->forward, "forward");
     between();
-    launch(g->backward, "backward");
+    launch_graph(g->backward, "backward");
 
     // A graph runs no host code, so what backward does there is done here. In all steps but the
     // captured one the gradients have no tensors by now: zero_gradients has taken them away.
@@ -226,7 +226,7 @@ static Tensor infer_by_graph(Model& model, const Tensor& tokens) {
         g->forward = capture(model, [&] { g->logits = forward(model, g->batch.tokens); });
     }
     copy_in_stream(g->batch.tokens, tokens);
-    launch(g->forward, "forward");
+    launch_graph(g->forward, "forward");
     return g->logits;
 }
 // Tells whether steps in this context go by graphs. With a gradients' arena they do not, since

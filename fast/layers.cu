@@ -1,7 +1,7 @@
-// fast/layers.cu: the fused ops of layers.cu on the GPU, but not the loss. Here a thread loads and
-// stores up to 16 bytes, a pack, at a time, and RMSNorm reads x once, if a row has no more packs
-// than its block has threads. Formulas, shapes and what each op means stand in layers.cu; read its
-// plain kernels first, then with_types() here.
+// fast/layers.cu: the fused ops of layers.cu on the GPU, but not the loss. Here a thread takes
+// a pack, W neighbours, at a time, by accesses of up to 16 bytes, and RMSNorm reads x once, if a
+// row has no more packs than its block has threads. Formulas, shapes and what each op means stand
+// in layers.cu; read its plain kernels first, then with_types() here.
 #include "fast_ways.h"
 #include "lib/gpu.h"
 
@@ -75,17 +75,17 @@ __global__ void __launch_bounds__(PACK_THREADS)
                        const T* delta,  // [N,C] or null
                        const X* w_in,   // [C]
                        int C, float eps) {
-    const int64_t row = blockIdx.x * (int64_t)C;
+    const int64_t begin = blockIdx.x * (int64_t)C;
     const int step = W * blockDim.x;
     Pack<X, W> v = {}, w = {};
     float sum = 0;
     for (int c = W * threadIdx.x; c < C; c += step) {
-        v = load_pack<W>(x + row + c);
+        v = load_pack<W>(x + begin + c);
         w = load_pack<W>(w_in + c);
         if (delta) {
-            auto d = load_pack<W>(delta + row + c);
+            auto d = load_pack<W>(delta + begin + c);
             for (int i = 0; i < W; i++) { v.x[i] = v.x[i] + d.x[i]; }
-            store_pack(x_out + row + c, v);
+            store_pack(x_out + begin + c, v);
         }
         for (const X& value : v.x) { sum += value * value; }
     }
@@ -93,12 +93,12 @@ __global__ void __launch_bounds__(PACK_THREADS)
 
     for (int c = W * threadIdx.x; c < C; c += step) {
         if (C > step) {
-            v = load_pack<W>((delta ? x_out : x) + row + c);
+            v = load_pack<W>((delta ? x_out : x) + begin + c);
             w = load_pack<W>(w_in + c);
         }
         Pack<T, W> out;
         for (int i = 0; i < W; i++) { out.x[i] = w.x[i] * (v.x[i] * r); }
-        store_pack(y + row + c, out);
+        store_pack(y + begin + c, out);
     }
     if (threadIdx.x == 0) { r_out[blockIdx.x] = r; }
 }
@@ -121,12 +121,12 @@ __global__ void __launch_bounds__(PACK_THREADS)
     Pack<float, W> dw = {};
     Pack<T, W> d = {};
     for (int n = first; n < N; n += blocks) {
-        const int64_t row = n * (int64_t)C;
+        const int64_t begin = n * (int64_t)C;
         auto read = [&](int c) {
-            v = load_pack<W>(x + row + c);
+            v = load_pack<W>(x + begin + c);
             w = load_pack<W>(w_in + c);
-            d = load_pack<W>(dy + row + c);
-            if (add_dx) { out = load_pack<W>(dx + row + c); }
+            d = load_pack<W>(dy + begin + c);
+            if (add_dx) { out = load_pack<W>(dx + begin + c); }
         };
 
         float dot = 0, r = r_in[n];
@@ -149,8 +149,8 @@ __global__ void __launch_bounds__(PACK_THREADS)
                 dw.x[i] += g * v.x[i] * r;
                 low.x[i] = (Wide<T>)out.x[i];
             }
-            store_pack(dx + row + c, out);
-            if (dx_low) { store_pack(dx_low + row + c, low); }
+            store_pack(dx + begin + c, out);
+            if (dx_low) { store_pack(dx_low + begin + c, low); }
             if (C > step || n + blocks >= N) { store_pack(sums, dw); }
         }
     }
@@ -270,17 +270,17 @@ template <int W, class T>
 __global__ void __launch_bounds__(PACK_THREADS) swiglu_kernel(T* g,        // [N,F]
                                                               const T* h,  // [N,2F]
                                                               int F) {
-    const int64_t row = blockIdx.x * (int64_t)F;
+    const int64_t begin = blockIdx.x * (int64_t)F;
     for (int f = W * threadIdx.x; f < F; f += W * blockDim.x) {
-        auto a_pack = load_pack<W>(h + 2 * row + f);
-        auto b = load_pack<W>(h + 2 * row + F + f);
+        auto a_pack = load_pack<W>(h + 2 * begin + f);
+        auto b = load_pack<W>(h + 2 * begin + F + f);
 
         Pack<T, W> out;
         for (int i = 0; i < W; i++) {
             float a = a_pack.x[i];
             out.x[i] = a * sigmoid_of(a) * b.x[i];
         }
-        store_pack(g + row + f, out);
+        store_pack(g + begin + f, out);
     }
 }
 // Computes a row of dh per block.
@@ -289,12 +289,12 @@ __global__ void __launch_bounds__(PACK_THREADS) swiglu_backward_kernel(T* dh,   
                                                                        const T* dg_in,  // [N,F]
                                                                        const T* h,      // [N,2F]
                                                                        int F) {
-    const int64_t row = blockIdx.x * (int64_t)F;
+    const int64_t begin = blockIdx.x * (int64_t)F;
     for (int f = W * threadIdx.x; f < F; f += W * blockDim.x) {
-        int64_t at = 2 * row + f;
+        int64_t at = 2 * begin + f;
         auto a_pack = load_pack<W>(h + at);
         auto b = load_pack<W>(h + at + F);
-        auto d = load_pack<W>(dg_in + row + f);
+        auto d = load_pack<W>(dg_in + begin + f);
 
         Pack<T, W> da, db;
         for (int i = 0; i < W; i++) {

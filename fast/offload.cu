@@ -189,7 +189,7 @@ static function<UnaryOp> numbered(const function<UnaryOp>& f) {
     static int checkpoints = 0;
     return [f, own = make_shared<Number>(++checkpoints)](const Tensor& x) {
         RestoreRun restore;
-        run = {own->number, context.recording};
+        run = {own->number, context.recording};  // checkpoint() records in the second run only
         if (run.is_second) {
             auto next = kept.upper_bound(own->number);
             for (int i = 0; i < 2 && next != kept.begin(); i++) { call_back((--next)->second); }

@@ -1,4 +1,4 @@
-// Tests of what the fast_*.cu do otherwise than the files that they speed up. (The implementations
+// Tests of what the files in fast/ do otherwise than those that they speed up. (The implementations
 // of attention and of AdamW are tested where their tables are.)
 #include "fast/graphs.cu"
 
