@@ -621,16 +621,13 @@ static bool something_ran = false;  // true once measure_model has timed a phase
 static StepRun measure_model(const ModelConfig& c, const Options& o, const vector<Phase>& phases) {
     StepRun r{c, context.precision, context.mode};
     const int B = o.batch_size, T = o.context_length;
-    Model model;
-    Batch batch;
     for (Phase phase : phases) {
         PassRun run{predicted_peak(c, B, T, phase)};
         PassRun last = run;  // of the phase's last part, which needs the whole phase's memory
         auto measure = [&] {
-            if (!model.weights) {
-                model = random_model(c, o.seed);
-                batch = random_batch(B, T, c.vocab_size, o.seed);
-            }
+            // A new one, because what the phases before keep, as graphs do, may take the room.
+            Model model = random_model(c, o.seed);
+            const Batch batch = random_batch(B, T, c.vocab_size, o.seed);
             reset_peak(context.device);
             LossScaler scaler;
             run.all = time_ms(0, o.warmup.back() + o.steps, [&] {
@@ -638,12 +635,8 @@ static StepRun measure_model(const ModelConfig& c, const Options& o, const vecto
             });
             run.peak = memory_use(context.device).peak;
         };
-        const bool oom = run_if_fits(row_of(c, B, T, phase), run.predicted, measure,
-                                     memory_use(context.device).now);
-        if (oom) {
-            last.all.clear();  // the steps before memory ran out; run.all is still empty
-            model = {};  // in mode eager it may hold 16-bit copies whose casts are off the tape
-        }
+        const bool oom = run_if_fits(row_of(c, B, T, phase), run.predicted, measure);
+        if (oom) { last.all.clear(); }  // the steps before memory ran out; run.all is still empty
         something_ran |= !oom;
 
         r.pass[phase] = run;
