@@ -152,7 +152,7 @@ static const char* const RESULTS = "CS336_RESULTS";
 
 // Times all sizes as a rank of one group. Rank 0 prints the table, or adds the numbers to RESULTS.
 static void run_as_rank(const Communicator& c, const Options& options) {
-    if (c.world == 1) { usage_error("--nproc: got 1, takes 2 or more: one rank sends nothing"); }
+    if (c.world == 1) { usage_error("one rank sends nothing: it takes 2 or more (--nproc)"); }
     AllReduceGroup group{c.backend == "nccl", c.world, {}};
     for (int i = 0; i < number_of_sizes(options); i++) {
         const bool fits = bytes_needed(group, i) <= room_of_each_rank(c);
@@ -271,12 +271,13 @@ static void answer_least_batch(const Options& options, double alpha, double most
             "this by 4: alpha^2 / (M_X M_Y F) = %.1f.",
             alpha, M_X, M_Y, F, per_chip, 2 * N / most_Y, per_chip / 4);
     }
-    answer("d",
-           "Choose the split: by (c)'s formula the least batch with X Y = %.7g is %.1f tokens per "
-           "chip, with (X, Y) = (%g, %g).%s Fewer bytes (8-bit weights halve alpha X / M_X), more "
-           "links per axis and pipeline stages lower it further. Gradient accumulation does not: "
-           "each micro-batch gathers the weights.",
-           N, least, best_X, N / best_X, best.c_str());
+    answer(
+        "d",
+        "Choose the split: by (c)'s formula the least batch with X Y = %.8g is %.1f tokens per "
+        "chip, with (X, Y) = (%.8g, %.8g).%s Fewer bytes (8-bit weights halve alpha X / M_X), more "
+        "links per axis and pipeline stages lower it further. Gradient accumulation does not: "
+        "each micro-batch gathers the weights.",
+        N, least, best_X, N / best_X, best.c_str());
 }
 
 // Answers (a), what the model takes; (b), how many devices hold it with its activations; then (c)

@@ -267,7 +267,7 @@ static void add_common_options(Adder& add, Options& o) {
     add("--format", o.format, one_of({"md", "csv"}), "format of the tables", "md");
     add.flag(
         "--quick", o.quick,
-        "shrink the run to half a minute or less on two CPU cores; on a CPU the default of most "
+        "shrink each run to half a minute or less on two CPU cores; on a CPU the default of most "
         "benchmarks");
 }
 

@@ -183,7 +183,7 @@ static void profile_phase(ProfileRun& r, Phase phase, const Options& o, Traces& 
     auto measure = [&] {
         Model model = random_model(r.config, o.seed);
         const Batch batch = random_batch(r.B, r.T, r.config.vocab_size, o.seed);
-        LossScaler scaler;
+        LossScaler scaler{1024};  // as in model.cu's measure_model
         auto pass = [&] {
             if (phase == FORWARD) { return run_phase(phase, model, batch, scaler); }
             Range range("step");
@@ -790,7 +790,7 @@ static MemoryRun profile_memory(const ModelConfig& config, Precision precision, 
         auto measure = [&] {
             Model model = random_model(config, seed);
             const Batch batch = random_batch(B, T, config.vocab_size, seed);
-            LossScaler scaler;
+            LossScaler scaler{1024};  // as in model.cu's measure_model
             // AdamW's moments and the libraries' own memory come with the first run and stay.
             run_phase(phase, model, batch, scaler);
 

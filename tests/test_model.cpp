@@ -594,9 +594,9 @@ TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, On
     deep.num_layers = MOST_NESTED;
     modes_of(o, {deep});
     deep.num_layers++;
-    CHECK_THROWS_WITH_AS(
-        modes_of(o, {deep}),
-        doctest::Contains("--checkpoint nested: takes at most 1000 blocks, got 1001"), Failure);
+    CHECK_THROWS_WITH_AS(modes_of(o, {deep}),
+                         doctest::Contains("nested checkpoints: at most 1000 blocks, got 1001"),
+                         Failure);
 }
 // Two backwards add up, with a loss scale; N = 66 rows. fp32: two sums of 66 rows in another order,
 // each addition off by 2^-24 at most. 16 bits: the gradient of whole logits is rounded with the

@@ -3,6 +3,7 @@
 
 #include "test.h"
 
+#include <regex>
 #include <set>
 #include <sstream>
 #include <thread>
@@ -284,6 +285,17 @@ TEST_CASE("profile: nsys_profile on a tiny model") {
     CHECK(r.exit_code == 1);  // no row ran
     CHECK(has(r.out, "| OOM ("));
     CHECK(has(r.err, "no forward fits into memory"));
+}
+TEST_CASE("profile: in fp16 no traced step goes without AdamW") {
+    Run r = run_words(
+        "nsys_profile --device cpu --num_layers 1 --num_heads 2 --batch_size 1 --d_model 512 "
+        "--d_ff 1 --vocab_size 100 --context_length 1 --precision fp16 --mode fused --warmup 0 "
+        "--steps 1");
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    std::smatch instances;
+    REQUIRE(
+        std::regex_search(r.out, instances, std::regex("ms +\\| +([0-9.]+) \\|[^\n]*`optimizer`")));
+    CHECK(instances[1] == "1");
 }
 
 // -------------------------------------------------------------------------------------------------
