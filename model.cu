@@ -1073,7 +1073,8 @@ Checkpointing checkpointing_from(const string& name) {
         if (name_of(k) == name) { return k; }
     }
     usage_error(
-        "--checkpoint: got %s, takes a number of blocks, nested, ffn, ffn:N, blocks:N or none",
+        "--checkpoint: got %s, takes a whole number from 1 on, nested, ffn, ffn:N, blocks:N or "
+        "none",
         name.c_str());
 }
 
