@@ -774,7 +774,8 @@ pid_t start_ourselves(const vector<string>& arguments, const Job& prepare) {
     if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0 || getppid() != parent) { _exit(1); }
     prepare();
     execv("/proc/self/exe", argv.data());
-    _exit(127);
+    perror("cs336: execv");
+    _exit(1);
 }
 
 // Runs this program with these arguments to its end, and returns its stdout; fails if it fails.

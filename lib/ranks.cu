@@ -170,6 +170,7 @@ int launch_ranks(int n, const vector<string>& arguments, double timeout_s) {
     if (!mkdtemp(folder_of_ranks.data())) {
         fail("%s: %s", folder_of_ranks.c_str(), strerror(errno));
     }
+    atexit(remove_folder_of_ranks);  // also where a rank cannot be started
 
     fflush(nullptr);
     catch_end_signals(true);
