@@ -103,7 +103,8 @@ static void check_layout(const SafeTensors& file, const char* data, size_t data_
 // else it would search, at each closing bracket, all that it has kept. It also leaves out values
 // then, so watch() sees names, objects and lists. A top-level name has depth 1, the header depth 0,
 // an entry 1, its lists 2. The second time json keeps the last of two entries of one name: then
-// there are fewer entries than names.
+// there are fewer entries than names. (Of a word twice in one entry the last counts.) It ends at a
+// zero byte, which no JSON has.
 static json parse_header(const string& path, const string& text) {
     size_t names = 0;
     auto watch = [&](int depth, json::parse_event_t event, json&) {
@@ -116,7 +117,9 @@ static json parse_header(const string& path, const string& text) {
     };
     json header = json::parse(text, watch, false);
     header = json::parse(text, nullptr, false);
-    if (!header.is_object()) { fail("%s: header: expected a JSON object", path.c_str()); }
+    if (!header.is_object() || text.find('\0') != string::npos) {
+        fail("%s: header: expected a JSON object", path.c_str());
+    }
     if (names != header.size()) { fail("%s: header: a name is there twice", path.c_str()); }
     return header;
 }

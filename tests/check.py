@@ -231,11 +231,14 @@ def modules_of(model, places, shapes, ours):
 
 
 def run_yours(model, modules, batch, autocast):
-    """{module: its first output} of those that were called, and the loss; the gradients are in the parameters."""
+    """{module: its first output} of those that were called, and the loss; the gradients are in the parameters.
+
+    An output that is not [B, T, ...], of tokens side by side or padded, is not compared: what follows from it is."""
     names, out = {m: name for name, m in modules.items()}, {}
 
     def keep(module, inputs, output):
-        if module in names and torch.is_tensor(output): out.setdefault(names[module], output.detach().clone())
+        if module not in names or not torch.is_tensor(output) or output.shape[:-1] != batch["tokens"].shape: return
+        out.setdefault(names[module], output.detach().clone())
 
     model.zero_grad(set_to_none=True)
     with register_module_forward_hook(keep), autocast: logits = logits_of(model, batch["tokens"])
@@ -462,6 +465,7 @@ def check_adamw(optimizer, steps=3):
         p, m, v = formulas.after_steps(w["lm_head.weight"], given["lm_head.weight"], [GIVEN] * steps)
         stages = {} if groups else {"m": m, "v": v, "weight after the step": p}
         usual, of_groups = (RULES[whose], formulas.group_mistakes()) if groups else ({}, ())
+        if not groups: usual = next((RULES[r] for r, n in numbers.items() if max(n[x] for x in matrices) <= SAME), {})
         run = lambda see, **wrong: [see(name, x) for name, x in by_rule(**usual | wrong)]
         mistakes = [*of_groups, *formulas.optimizer_mistakes()]
         say_cause(*likely_causes(mistakes, run, matrices), "AdamW", lambda: seen.lacks(stages))
@@ -603,6 +607,13 @@ def check_attention(attention, precision="fp32", context_length=128, head_size=6
             far, said = at_scores_of_100(attention, q, k, v, sign)
             rows.append(["no", f"o, scores near {sign * 100}", f"{far:.1e}", "DIFFERS" if far > bound else "ok"])
             if far > bound: more[said] = True
+        width = 64 if head_size == 32 else 32
+        other = {name: torch.randn([*shape[:-1], width], generator=g) for name in "qkv"}
+        try:
+            far = apart(attention(*other.values(), False).detach(), cs336("attention", {"inputs": other})["o"])
+            rows.append(["no", f"o, head size {width}", f"{far:.1e}", "DIFFERS" if far > bound else "ok"])
+            if far > bound: more[f"o, head size {width}. Does the scale, 1 / sqrt(D), come from q's last dimension?"] = True
+        except Usage as e: lacks[f"head size {width}"] = e  # yours may have a size of its own
     print(f"\nattention: {shape}, {precision}. Relative differences from ./cs336:\n")
     show(["causal", "tensor", "difference", f"bound {bound:g}"], rows)
     for e in lacks.values(): print(f"{NOT_YET if e.word == NOT_YET else 'not compared'}: {e}")
@@ -697,7 +708,8 @@ PARTS = {"ddp": ["get_ddp", "get_ddp_individual_parameters", "get_ddp_bucketed"]
          "model": ["run_transformer_lm"], "adamw": ["get_adamw_cls"],
          "attention": ["get_flashattention_autograd_function_pytorch", "get_flashattention_autograd_function_triton",
                        "run_scaled_dot_product_attention"]}
-SIZES = dict(vocab_size=97, context_length=32, d_model=64, num_layers=2, num_heads=4, d_ff=128, rope_theta=10000.0)
+# The batch has 32 tokens, fewer than the context; and theta is not the usual one, so that both have to be heeded.
+SIZES = dict(vocab_size=97, context_length=48, d_model=64, num_layers=2, num_heads=4, d_ff=128, rope_theta=5000.0)
 
 
 def import_place(where):

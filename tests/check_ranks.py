@@ -520,7 +520,7 @@ KINDS = {"ddp": (train, compare_training,
                  [*CASES, "a buffer", "three ranks", "two backwards", "a late rank", NO_GRADIENT],
                  ["weights at the start", "gradients", f"weights after {STEPS} steps", f"bound {BOUND:g}"]),
          "sharded": (step_sharded, compare_sharded,
-                     [*CASES, "a schedule", "two groups", "add_param_group", NO_GRADIENT],
+                     [*CASES, "a schedule", "three ranks", "two groups", "add_param_group", NO_GRADIENT],
                      ["weights after a step", f"after {STEPS}", "states on the ranks", f"bound {BOUND:g}"]),
          "fsdp": (train, compare_training, ["fp32", "fp16", *TWICE, "a late rank"],
                   ["held: at rest, peak, after forward", "gradients", f"weights after {STEPS} steps", "verdict"])}

@@ -312,6 +312,7 @@ MISTAKES = [
     ("model", "split(self.q_proj(x))", "split(self.q_proj(x)).detach()", "no gradient reaches layers.0.attn.q_proj.weight"),
     ("model", "return x + self.ffn(self.ln2(x))", "return x + self.ffn(self.ln2(x)) * 1.01", "in the order of forward, is layers.0; all up to layers.0.ffn agree"),
     ("attention", "scale = q.shape[-1] ** -0.5", "scale = 1", "not divided by sqrt(D)"),
+    ("attention", "scale = q.shape[-1] ** -0.5", "scale = 0.25", "DIFFERS: o, head size 32. Does the scale"),
     ("attention", "tril(0)", "tril(1)", "sees the key after its own"),
     ("attention", "tril(0)", "tril(-1)", "does not see its own key"),
     ("attention", "torch.where(seen, s, -1e6)", "torch.where(seen, -1e6, s)", "inverted: a query sees only the keys after its own"),
@@ -324,6 +325,7 @@ MISTAKES = [
     ("adamw", DECAY, "                p -= wd * p\n", "decays by 1 - weight_decay"),
     ("adamw", 'grad, wd = p.grad, group["weight_decay"]', 'grad, wd = p.grad + group["weight_decay"] * p, 0', "added to the gradient (Adam with L2)"),
     ("adamw", DECAY, "", "no weight decay"),
+    ("adamw", DECAY + UPDATE, UPDATE + "                if p.dim() > 1: p -= lr * wd * p\n", "No usual mistake explains it"),
     ("adamw", 'lr, (b1, b2), eps =', 'lr, (b2, b1), eps =', "the betas are swapped"),
     ("adamw", '(s["v"].sqrt() + eps)', '(s["v"] + eps).sqrt()', "inside the square root"),
     ("model", "eps=1e-5", "eps=3e-4", "eps is 0.0003 instead of 1e-5"),
@@ -453,6 +455,7 @@ RANK_MISTAKES = [
      "two groups: fc.4.weight, fc.5.weight, fc.6.weight, fc.7.weight has the settings of another group"),
     ("sharded", "    def step(self):", "    def zero_grad(self, set_to_none=True): pass\n\n    def step(self):", "plain: zero_grad() leaves the gradients of"),
     ("sharded", "    def step(self):", "    def zero_grad(self): self.inner.zero_grad()\n\n    def step(self):", "plain: zero_grad() leaves the gradients of"),
+    ("sharded", "len(self.owner) % dist.get_world_size()", "len(self.owner) % 2", "three ranks: a rank holds 51% of the states"),
     ("sharded", "len(self.owner) % dist.get_world_size()", "0", "plain: a rank holds 100% of the states; a fair share is 50%"),
     ("sharded", 'for p in group["params"]: self.owner[p] = len(self.owner) %', 'for i, p in enumerate(group["params"]): self.owner[p] = i %',
      "add_param_group: a rank holds 75% of the states"),
@@ -623,7 +626,7 @@ def attentions():
         expect(new, None, words, "attention", SOLUTION.replace(save, new))
     masked = lambda q, k, v, mask=None: torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     expect("a mask as the fourth argument", True, "ok: all", "attention", attention=masked)
-    expect("no fourth argument", True, "not compared: a causal mask", "attention", attention=lambda q, k, v: torch.softmax(q @ k.mT / 4, -1) @ v)
+    expect("no fourth argument", True, "not compared: a causal mask", "attention", attention=lambda q, k, v: torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v)
 
 
 def typed(words, folder):
@@ -654,6 +657,8 @@ def inputs():
     last = SOLUTION.replace("self.lm_head(self.ln_final(x))", "self.lm_head(self.ln_final(x))[:, -1]")
     expect("the last position's logits", None, "cross_entropy of its logits [2, 97] raised", "model", last)
     expect("a batch that is too long", None, "forward of 30 tokens raised", "model", context_length=30)
+    flat = SOLUTION.replace("self.ffn(self.ln2(x))", "self.ffn(self.ln2(x).flatten(0, 1)).view_as(x)")
+    expect("a feed-forward layer of flattened tokens", True, "ok: all", "model", flat)
     tied = solution.TransformerLM(**MODEL)
     tied.lm_head.weight = tied.token_embeddings.weight
     expect("tied weights", False, "are one tensor", "model", model=tied)
@@ -666,6 +671,7 @@ def inputs():
         with open(path("adapters.py"), "w") as f: f.write(ADAPTERS)
         with open(path("own.py"), "w") as f: f.write(FUSED)
         with open(path("wrong.py"), "w") as f: f.write(FUSED.replace(" / math.sqrt(q.shape[-1])", ""))
+        with open(path("theta.py"), "w") as f: f.write(SOLUTION.replace("d_ff, rope_theta, context_length) for", "d_ff, 1e4, context_length) for"))
         with open(path("listed.py"), "w") as f: f.write(SOLUTION.replace("return ds @ k, ds.mT @ q, p.mT @ do, None", "return [ds @ k, ds.mT @ q, p.mT @ do, None]"))
         with open(path("passed.py"), "w") as f: f.write(SOLUTION.replace("return ds @ k, ds.mT @ q, p.mT @ do, None", "pass"))
         with open(path("broken.py"), "w") as f: f.write("import argparse\nargparse.ArgumentParser().parse_args(['x'])\n")
@@ -673,6 +679,7 @@ def inputs():
         for words, expected, names in [
                 (["model", "solution:TransformerLM", *kwargs], 0, "batch [2, 24]"),
                 (["model", "solution:TransformerLM"], 0, "ok: all"), (["attention", path("solution.py") + ":Flash"], 0, "lse"),
+                (["model", "theta:TransformerLM"], 1, "theta of the rotary embedding is 10000 instead of 5000"),
                 (["ddp", "adapters.py"], 0, "ok: get_ddp"),
                 (["model", "adapters.py"], 0, "ok: all"), (["model", "own.py:run_transformer_lm"], 0, "ok: all"),
                 (["model", "wrong.py:run_transformer_lm"], 1, "Likely cause: scores are not divided by sqrt(D)"), (["fsdp", "adapters.py"], 2, "not written yet: rank"),

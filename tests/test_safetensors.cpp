@@ -169,6 +169,7 @@ TEST_CASE("safetensors: every kind of lie is refused by name") {
         {in_file(overlap, string(12, 'x')), {"tensor \"b\"", "overlap"}},
         {in_file(hole, string(13, 'x')), {"tensor \"b\"", "hole"}},
         {in_file(twice, string(12, 'x')), {"header", "twice"}},
+        {in_file(TWO + string("\0}", 2), string(12, 'x')), {"header", "JSON object"}},
     };
     for (const Case& c : cases) {
         string head = c.bytes.substr(0, 200), what = refusal(path, c.bytes);
