@@ -154,7 +154,9 @@ static const char* const RESULTS = "CS336_RESULTS";
 
 // Times all sizes as a rank of one group. Rank 0 prints the table, or adds the numbers to RESULTS.
 static void run_as_rank(const Communicator& c, const Options& options) {
-    if (c.world == 1) { usage_error("one rank sends nothing: it takes 2 or more (--nproc)"); }
+    if (c.world == 1) {
+        usage_error("one rank sends nothing: the command takes 2 or more (--nproc)");
+    }
     AllReduceGroup group{c.backend == "nccl", c.world, {}};
     for (int i = 0; i < number_of_sizes(options); i++) {
         const bool fits = bytes_needed(group, i) <= room_of_each_rank(c);

@@ -625,11 +625,11 @@ static StepRun measure_model(const ModelConfig& c, const Options& o, const vecto
         PassRun run{predicted_peak(c, B, T, phase)};
         PassRun last = run;  // of the phase's last part, which needs the whole phase's memory
         auto measure = [&] {
-            // A new one, because what the phases before keep, as graphs do, may take the room.
+            // A new model for each phase: what the phase before keeps would take this one's room.
             Model model = random_model(c, o.seed);
             const Batch batch = random_batch(B, T, c.vocab_size, o.seed);
             reset_peak(context.device);
-            LossScaler scaler{1024};  // from the default on, fp16's first steps would skip AdamW
+            LossScaler scaler{1024};  // at the default fp16's first steps overflow, and skip AdamW
             run.all = time_ms(0, o.warmup.back() + o.steps, [&] {
                 last.all.push_back(last_part_ms(phase, model, batch, scaler));
             });

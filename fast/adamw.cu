@@ -133,7 +133,7 @@ static void ready_weights(Model& model) {
 // AdamW: up to 64 tensors per launch, up to 16 bytes per access
 
 #ifdef HAVE_CUDA
-constexpr int MAX_TENSORS = 64;  // of a launch, whose arguments may have 4 KB: 28 bytes a tensor
+constexpr int MAX_TENSORS = 64;  // of a launch: 28 bytes each, of its arguments' 4 KB
 constexpr int CHUNK = 2048;      // elements that a block updates
 struct Updates {                 // what a launch updates; tensor k is element k of each array
     const void* g[MAX_TENSORS];
@@ -215,7 +215,7 @@ static void launch_updates(const FlatGradients& gradients, const Tensor& p, cons
             some.first_block[k] = blocks;
             blocks += ceil_div(one.g.size(), CHUNK);
 
-            // each array's part, from its first byte and an offset in elements
+            // Does each array's part begin at a multiple of W, counted in elements?
             for (const Tensor* t : {&p, &m, &v}) {
                 fits &= ((uintptr_t)t->data / sizeof(P) + one.offset) % W == 0;
             }

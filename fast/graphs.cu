@@ -23,7 +23,7 @@ struct StepPlaces : Places {
 
     // Takes the next place. Returns its number, and with a block sets *at to its address.
     size_t take(size_t bytes, void** at) override {
-        constexpr size_t UNIT = 512;  // bytes: where a buffer begins, aligned for all that reads it
+        constexpr size_t UNIT = 512;  // bytes: buffers begin at multiples, aligned for all readers
         bytes = (bytes + UNIT - 1) / UNIT * UNIT;
         if (!block) {
             places.push_back({bytes, 0, events++, INT_MAX});

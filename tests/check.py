@@ -610,7 +610,8 @@ def check_attention(attention, precision="fp32", context_length=128, head_size=6
         width = 64 if head_size == 32 else 32
         other = {name: torch.randn([*shape[:-1], width], generator=g) for name in "qkv"}
         try:
-            far = apart(attention(*other.values(), False).detach(), cs336("attention", {"inputs": other})["o"])
+            with your_code(f"forward at head size {width}"): o = attention(*other.values(), False).detach()
+            far = apart(o, cs336("attention", {"inputs": other})["o"])
             rows.append(["no", f"o, head size {width}", f"{far:.1e}", "DIFFERS" if far > bound else "ok"])
             if far > bound: more[f"o, head size {width}. Does the scale, 1 / sqrt(D), come from q's last dimension?"] = True
         except Usage as e: lacks[f"head size {width}"] = e  # yours may have a size of its own

@@ -626,6 +626,10 @@ def attentions():
         expect(new, None, words, "attention", SOLUTION.replace(save, new))
     masked = lambda q, k, v, mask=None: torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     expect("a mask as the fourth argument", True, "ok: all", "attention", attention=masked)
+    def narrow(q, k, v):
+        if q.shape[-1] != 16: raise ValueError("16 alone")
+        return torch.softmax(q @ k.mT / 4, -1) @ v
+    expect("one head size alone", True, "not compared: forward at head size 32 raised ValueError", "attention", attention=narrow)
     expect("no fourth argument", True, "not compared: a causal mask", "attention", attention=lambda q, k, v: torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v)
 
 

@@ -48,7 +48,7 @@ TEST_CASE("communication: all-reduces of groups of ranks come back as numbers") 
     Run one =
         run_cs336({"distributed_communication_single_node", "--device", "cpu", "--nproc", "1"});
     CHECK(one.exit_code == 2);
-    CHECK(has(one.err, "one rank sends nothing: it takes 2 or more (--nproc)"));
+    CHECK(has(one.err, "one rank sends nothing: the command takes 2 or more (--nproc)"));
     if (cuda_devices() > 0) { return; }
     Run none = run_cs336({"distributed_communication_single_node", "--device", "cuda"});
     CHECK(none.exit_code == 1);
