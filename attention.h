@@ -166,6 +166,7 @@ AttentionArgs step_7(const AttentionTensors& t, Tensor* memory);
 
 // With tensor cores step 2 is lazy: m follows the maximum only where a P = exp(S - m) would else
 // exceed 2^SLACK. So P is at most 256, far from the limits of fp32 sums, and of fp16. (Not at
-// scores above 10^8: rounding m to 24 bits may be off by more than SLACK there, and P may overflow.)
+// scores above 10^8: rounding m to 24 bits may be off by more than SLACK there, and P may
+// overflow.)
 constexpr float SLACK = 8;
 #endif
