@@ -414,17 +414,15 @@ DEVICE void forward_loader(const AttentionArgs& a, dim3 order, int all, const CU
 //   of O / l, and L = m / log2(e) + ln l puts it back. P must not overflow, that is all. So m rises
 //   only when a score exceeds it by more than SLACK = 8 powers of two. Else m stays, P is at most
 //   2^8, shrink is 1, and O need not be multiplied.
-// - base is what step 3 subtracts. That is m, unless the row has seen no key yet. Then m is -inf,
-//   as are the scores, and -inf - -inf would be NaN. With base 0 their P is exp2(-inf) = 0.
-// - Only MASKED has to look for that: a tile that is not masked has a finite score in each row, so
-//   m is finite then.
+// - m begins with -FLT_MAX, not -inf: where all scores so far are -inf, since the row does not see
+//   these keys or products overflowed, -inf - -inf would be NaN. So their P is exp2(-inf) = 0.
 template <class Tile, bool MASKED>
-DEVICE void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[2], float (&l)[2], float (&base)[2],
-                       float (&shrink)[2], float c, const AttentionArgs& a, int row, int key) {
+DEVICE void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[2], float (&l)[2], float (&shrink)[2],
+                       float c, const AttentionArgs& a, int row, int key) {
     if constexpr (MASKED) {
         for (int n = 0; n < Tile::Bk / 2; n++) {
             int column = key + n / 4 * 8 + n % 2, query = row + n % 4 / 2 * 8;
-            if (column >= a.Tk || (a.causal && column > query)) { s[n] = -INFINITY; }
+            if (column >= keys_seen(a.causal, query, a.Tk)) { s[n] = -INFINITY; }
         }
     }
 
@@ -438,20 +436,19 @@ DEVICE void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[2], float (&l)[2], f
 
         float before = m[r];
         m[r] = larger * c > before + SLACK ? larger * c : before;
-        base[r] = MASKED && m[r] == -INFINITY ? 0 : m[r];  // 0: no key yet
-        shrink[r] = exp2_approx(before - base[r]);
+        shrink[r] = exp2_approx(before - m[r]);
         l[r] *= shrink[r];
     }
 }
 // Does step 3 for the columns [from, to) of S, which become P, unpacked; and step 4 where the
 // tensor cores do not do it.
 template <class Tile>
-DEVICE void exponentials(float (&s)[Tile::Bk / 2], float (&l)[2], const float (&base)[2], float c,
+DEVICE void exponentials(float (&s)[Tile::Bk / 2], float (&l)[2], const float (&m)[2], float c,
                          int from, int to) {
     for (int r = 0; r < 2; r++) {
         for (int n = from / 2; n < to / 2; n += 4) {
             for (int e = 2 * r; e < 2 * r + 2; e++) {
-                s[n + e] = exp2_approx(fmaf(s[n + e], c, -base[r]));
+                s[n + e] = exp2_approx(fmaf(s[n + e], c, -m[r]));
                 if constexpr (!Tile::sums) { l[r] += s[n + e]; }
             }
         }
@@ -490,8 +487,8 @@ DEVICE void store_L(const AttentionArgs& a, int b, int h, int first,
 constexpr int TURN = 1;
 // Computes O and L of a warpgroup's 64 queries in one tile of queries after another. One step takes
 // a tile of keys: `scores` and `add_values` only start their products, the waits follow. m is kept
-// times c, so in powers of 2. base and shrink are the newest tile's: what step 3 subtracts, and by
-// what step 5 multiplies O. q_tiles is computed here, because a parameter for it is slower.
+// times c, so in powers of 2. shrink is the newest tile's: by what step 5 multiplies O. q_tiles is
+// computed here, because a parameter for it is slower.
 template <class Tile>
 DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
                              ForwardBarriers<Tile>& bars, char* dynamic, int warpgroup) {
@@ -513,8 +510,8 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
         QueryTile q = query_tile<Tile>(a, order, tile);
         int first = q.q0 + warpgroup * 64;
         int row = first + warp * 16 + lane / 4;  // this thread's queries: row and row + 8
-        float s[Bk / 2], o[Tile::o_columns / 2] = {}, m[2] = {-INFINITY, -INFINITY};
-        float l[2] = {0, 0}, base[2], shrink[2];
+        float s[Bk / 2], o[Tile::o_columns / 2] = {}, m[2] = {-FLT_MAX, -FLT_MAX};
+        float l[2] = {0, 0}, shrink[2];
         uint32_t p[Bk / 16][4];
         char* q_tile = q_tiles + buffer * Tile::q_bytes;
         uint32_t q_at = descriptor(q_tile + warpgroup * 64 * SLAB_ROW, 16);
@@ -551,8 +548,8 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
         scores();
         wgmma_wait<0>(s);
         release(bars.k_empty, k_read);
-        row_maxima<Tile, true>(s, m, l, base, shrink, c, a, row, key(0));
-        exponentials<Tile>(s, l, base, c, 0, Bk);
+        row_maxima<Tile, true>(s, m, l, shrink, c, a, row, key(0));
+        exponentials<Tile>(s, l, m, c, 0, Bk);
         pack_all(p, s);
 
         auto step = [&](int from_end, auto masked) {
@@ -562,15 +559,14 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
             barrier_arrive(TURN + (warpgroup + 1) % Tile::groups, 256);
             wgmma_wait<1>(s);
             release(bars.k_empty, k_read);
-            row_maxima<Tile, decltype(masked)::value>(s, m, l, base, shrink, c, a, row,
-                                                      key(from_end));
-            exponentials<Tile>(s, l, base, c, 0, Bk / 4);
+            row_maxima<Tile, decltype(masked)::value>(s, m, l, shrink, c, a, row, key(from_end));
+            exponentials<Tile>(s, l, m, c, 0, Bk / 4);
             wgmma_wait<0>(o);
             release(bars.v_empty, v_read);
             if (__any_sync(0xffffffff, shrink[0] != 1 || shrink[1] != 1)) {  // step 5's shrink O
                 for (int n = 0; n < Tile::o_columns / 2; n++) { o[n] *= shrink[n % 4 / 2]; }
             }
-            exponentials<Tile>(s, l, base, c, Bk / 4, Bk);
+            exponentials<Tile>(s, l, m, c, Bk / 4, Bk);
             pack_all(p, s);
         };
 
@@ -675,7 +671,7 @@ __global__ void backward_before(AttentionArgs a, BackwardWorkspace w) {
 #ifdef HAS_WGMMA
     constexpr int GROUP = row_threads(D);
     let_next_kernel_start();  // the main kernel, which loads K and Q while this one is at work
-    int64_t index = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, pair = index / GROUP;
+    int64_t index = thread_number(), pair = index / GROUP;
     int bh = (int)(2 * pair / w.rows), i = (int)(2 * pair % w.rows), n = (int)(index % GROUP);
     uint4 o[2] = {}, dO[2] = {};
     auto load = [&](const Heads& x, int row) {
@@ -717,7 +713,7 @@ template <int D>
 __global__ void backward_after(AttentionArgs a, BackwardWorkspace w) {
 #ifdef HAS_WGMMA
     await_previous_kernel();  // all that is read here comes from it; only the launch was early
-    int64_t index = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, tile = index / D;  // of 16 rows
+    int64_t index = thread_number(), tile = index / D;  // of 16 rows
     int n = (int)(index % (D / 8)), r = (int)(index / (D / 8) % 8);
     int bh = (int)(tile / (w.rows / 16)), i = (int)(tile % (w.rows / 16)) * 16 + r;
     if (bh >= a.B * a.H) { return; }
@@ -975,7 +971,7 @@ struct BackwardConsumer {
                 s[n + e] = exp2_approx(fmaf(s[n + e], c, -(e % 2 ? L.y : L.x)));
                 if constexpr (MASKED) {
                     int key = row + e / 2 * 8, query = q0 + 2 * n + lane % 4 * 2 + e % 2;
-                    if (key >= a.Tk || (a.causal && key > query)) { s[n + e] = 0; }
+                    if (key >= keys_seen(a.causal, query, a.Tk)) { s[n + e] = 0; }
                 }
             }
             if (n % 8 == 0) {
