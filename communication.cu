@@ -88,14 +88,17 @@ static double time_all_reduce(const Communicator& c, int64_t n, int warmup, int 
 // The groups stand by backend, then by ranks.
 static void answer_distributed_communication_single_node(const vector<AllReduceGroup>& groups,
                                                          int sizes) {
-    const int last = sizes - 1;
+    int last = sizes - 1;  // becomes the largest that all groups had room for
+    for (const AllReduceGroup& group : groups) {
+        while (last > 0 && isnan(group.ms[last])) { last--; }
+    }
+    if (last == 0) { return; }
     const double mb = SIZES_MB[last];
     const AllReduceGroup *first_of_gloo = nullptr, *first_of_nccl = nullptr, *before = nullptr;
     for (const AllReduceGroup& group : groups) {
         const AllReduceGroup*& first = group.nccl ? first_of_nccl : first_of_gloo;
         const char* who = group.nccl ? "NCCL" : "Gloo";
         const double small = group.ms[0], large = group.ms[last];
-        if (isnan(large)) { continue; }
         if (!first) {
             first = &group;
             // If bandwidth alone counted, it would take mb times as long.
