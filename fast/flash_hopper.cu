@@ -173,6 +173,11 @@ DEVICE uint64_t full_descriptor(uint32_t low) {
     return (uint64_t)(1u << 30 | 1024 / 16) << 32 | low;
 }
 
+// Returns the first address from `dynamic` on where a slab may begin: a multiple of 1024.
+DEVICE char* at_1024(char* dynamic) {
+    return dynamic + (1024 - smem_address(dynamic) % 1024) % 1024;
+}
+
 // wgmma's operand list has to be spelled out. Of d [64,N] thread t holds row 16 (t/32) + t%32/4 at
 // d[4j], d[4j+1] in columns 8j + 2 (t%4) and one more, and row + 8 at d[4j+2], d[4j+3].
 #define R8 "%0,%1,%2,%3,%4,%5,%6,%7"
@@ -407,7 +412,7 @@ DEVICE void forward_loader(const AttentionArgs& a, dim3 order, int all, const CU
 }
 
 // Does step 2 and step 3's shrink, for this thread's queries `row` and row + 8. key: this thread's
-// first column of the tile. MASKED: some query does not see all keys of the tile.
+// first column of the tile. MASKED: some query may not see all keys of the tile.
 // - m is kept times c = scale log2(e), so it counts in powers of two: exp(scale (s - m)) is
 //   exp2(c s - c m), and exp2 is what the GPU has.
 // - m need not be the maximum. Whatever m is, P, l and O have the same factor exp2(-m): it goes out
@@ -493,7 +498,7 @@ template <class Tile>
 DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
                              ForwardBarriers<Tile>& bars, char* dynamic, int warpgroup) {
     constexpr int D = Tile::D, Bk = Tile::Bk, stages = Tile::stages;
-    char* q_tiles = dynamic + (1024 - smem_address(dynamic) % 1024) % 1024;
+    char* q_tiles = at_1024(dynamic);
     int t = threadIdx.x % 128, warp = t / WARP, lane = t % WARP;
     float c = a.scale * LOG2_E;
     uint32_t k_at = descriptor(q_tiles + Tile::k_ring, 16);
@@ -542,8 +547,8 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
             if (t == 0) { mbarrier_arrive(&empty[(read - 1) % stages]); }
         };
 
-        int whole = min(a.Tk, a.causal ? first + 1 : a.Tk) / Bk;
-        int masked_end = max(q.k_tiles - whole, 1);  // from here on all queries see all keys
+        int whole = keys_seen(a.causal, first, a.Tk) / Bk;  // tiles that all its queries see
+        int masked_end = max(q.k_tiles - whole, 1);         // from this step on the tiles are whole
         auto key = [&](int from_end) { return (q.k_tiles - 1 - from_end) * Bk + lane % 4 * 2; };
         scores();
         wgmma_wait<0>(s);
@@ -597,7 +602,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 #ifdef HAS_WGMMA
     extern __shared__ char dynamic[];
     __shared__ ForwardBarriers<Tile> bars;
-    char* q_tiles = dynamic + (1024 - smem_address(dynamic) % 1024) % 1024;
+    char* q_tiles = at_1024(dynamic);
     char *k_ring = q_tiles + Tile::k_ring, *v_ring = q_tiles + Tile::v_ring;
     const int all = order.x * order.y * order.z;
 
@@ -1165,7 +1170,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     extern __shared__ char dynamic[];
     __shared__ BackwardBarriers<Tile> bars;
     BackwardMemory memory;
-    memory.k_tile = dynamic + (1024 - smem_address(dynamic) % 1024) % 1024;
+    memory.k_tile = at_1024(dynamic);
     memory.v_tile = memory.k_tile + Tile::k_bytes;
     memory.q_ring = memory.v_tile + Tile::k_bytes;
     memory.dO_ring = memory.q_ring + stages * Tile::q_bytes;

@@ -618,19 +618,18 @@ static void check_not_finite(const Inputs& clean, float value, const string& wha
         }
     }
 }
-// The scores of the keys [from, to) of `keys` are all -inf: what takes them first may not count
-// them.
-static void check_hidden_keys(int keys, int from, int to) {
-    Inputs in = random_inputs({1, 1, 3, keys, 16, false}, F32, 1);
-    vector<float> q(3 * 16), k = to_floats(in.k);
-    for (int i = 0; i < 3; i++) { q[i * 16] = 1; }
-    for (int j = from; j < to; j++) { k[j * 16] = -INFINITY; }
+// The scores of the keys [from, to) are all -inf: what takes them first may not count them.
+static void check_hidden_keys(const AttentionCase& c, int from, int to) {
+    Inputs in = random_inputs(c, F32, 1);
+    vector<float> q(c.Tq * c.D), k = to_floats(in.k);
+    for (int i = 0; i < c.Tq; i++) { q[i * c.D] = 1; }
+    for (int j = from; j < to; j++) { k[j * c.D] = -INFINITY; }
     in.q = from_floats(q, in.q.shape), in.k = from_floats(k, in.k.shape), in.dO = Tensor();
     for (DType dtype : low_types) {
         const Inputs low = as_type(dtype, in);
         const vector<Tensor> want = reference(low, F32).results;
         const double tolerance = dtype == F32 ? 1e-6 : tolerance_of(dtype);
-        for (const AttentionImpl* impl : impls_for(dtype, 16)) {
+        for (const AttentionImpl* impl : impls_for(dtype, c.D)) {
             const vector<Tensor> got = outputs_of(*impl, low);
             for (int i : {0, 1}) {
                 check_close(strprintf("%s %s %s", impl->name, name_of(dtype), names[i]), got[i],
@@ -641,8 +640,11 @@ static void check_hidden_keys(int keys, int from, int to) {
 }
 TEST_CASE_TEMPLATE("flash: first tiles whose scores are all -inf count nothing", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    check_hidden_keys(200, 0, 128);
-    check_hidden_keys(400, 128, 400);  // hopper's first tiles are the last: one not full, two full
+    check_hidden_keys({1, 1, 3, 200, 16, false}, 0, 128);
+    // hopper's first tiles are the last: one not full, two full
+    check_hidden_keys({1, 1, 3, 400, 16, false}, 128, 400);
+    check_hidden_keys({1, 1, 130, 400, 64, false}, 128, 400);  // two groups of queries; l from ones
+    check_hidden_keys({1, 1, 400, 400, 64, true}, 128, 400);
 }
 
 TEST_CASE_TEMPLATE("flash: what is not finite in the reference is so in every implementation", D,
