@@ -143,7 +143,7 @@ int cmd_pytorch_attention(const Options& o) {
     choose_device(o.device);
     const AttentionRuns runs = run_grid(o, nullptr);
     Table table{
-        grid_caption(o, "pytorch_attention: one kernel per operation; times in s, memory in MiB"),
+        grid_caption(o, "pytorch_attention: operation by operation; times in s, memory in MiB"),
         {"d_model", "seq_len", "forward_time", "backward_time", "memory_usage_mb", "status"}};
     for (const AttentionRun& r : runs) {
         const PassTimes& t = r.naive;
@@ -157,7 +157,7 @@ int cmd_pytorch_attention(const Options& o) {
     }
     print(table);
 
-    TooLong t = {128, 0, available_memory(context.device)};
+    TooLong t = {1, 0, available_memory(context.device)};
     while (t.peak <= t.available) {
         t.S *= 2;
         const AttentionCase c{GRID_BATCH, 1, t.S, t.S, runs[0].D, false};
@@ -171,7 +171,7 @@ int cmd_pytorch_attention(const Options& o) {
 // 1.3, the fused softmax: S [N,Tk] becomes P in place; row n holds query n % Tq, and causal rows
 // stop at their own key.
 //   P_nj = exp(S_nj - L_n),  L_n = log sum_j exp S_nj
-//   dS_nj = P_nj (dP_nj - D_i),  D_i = sum_j P_nj dP_nj, with i = n % Tq
+//   dS_nj = P_nj (dP_nj - D_n),  D_n = sum_j P_nj dP_nj (D_i in the code)
 // The loop passes three times over a row. The kernel finds maximum and sum in one pass (the sum is
 // rescaled when the maximum grows: "online" softmax) and writes in a second; per score it reads at
 // most twice and writes once. Eager's max, sub, exp, sum and div read five times and write three
@@ -344,7 +344,7 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal)
 static void answer_torch_compile_attention(const AttentionRuns& runs) {
     answer("a",
            "Compiled attention's forward is %s. Its backward is %s. \"Compiled\" is our softmax, "
-           "fused into one kernel by hand; torch.compile itself did not run.",
+           "fused by hand; torch.compile itself did not run.",
            compared(runs, FORWARD_PASS).c_str(), compared(runs, BACKWARD_PASS).c_str());
 }
 
@@ -352,14 +352,14 @@ static void answer_torch_compile_attention(const AttentionRuns& runs) {
 void torch_compile_attention(const Options& o) {
     const AttentionRuns runs = run_grid(o, &impl_named("fused"));
     Table table{grid_caption(o,
-                             "torch_compile (a): attention, vanilla = one kernel per operation, "
+                             "torch_compile (a): attention, vanilla = operation by operation, "
                              "compiled = fused softmax"),
                 {"d_model", "seq_len", "vanilla fw ms", "compiled fw ms", "speedup fw",
                  "vanilla bw ms", "compiled bw ms", "speedup bw"}};
     for (const AttentionRun& r : runs) {
-        table.row(r.D, r.S,  // the shape, forward, backward
+        table.row(r.D, r.S,  // then forward's
                   ms_cell(r.naive, FORWARD_PASS), ms_cell(r.other, FORWARD_PASS),
-                  speedup_cell(r, FORWARD_PASS),  //
+                  speedup_cell(r, FORWARD_PASS),  // then backward's
                   ms_cell(r.naive, BACKWARD_PASS), ms_cell(r.other, BACKWARD_PASS),
                   speedup_cell(r, BACKWARD_PASS));
     }

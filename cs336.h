@@ -67,7 +67,7 @@ float loss_scale_of(const LossScaler& scaler);  // returns the scale in fp16, el
 
 // -------------------------------------------------------------------------------------------------
 // layers.cu: the model's ops, in the order of the forward pass. Each leaves its backward on the
-// tape. All but chunked_loss, which has one form, run in context.mode.
+// tape. All but chunked_loss, which has one form, run in context.mode. rope_table is no op.
 
 // The weights of a block, in the order of the forward pass; o is output_proj. The fused op takes q,
 // k and v as one product, and w1 and w3 as one: qkv [3C,C] and w13 [2F,C] are these joined weights,
@@ -108,12 +108,13 @@ void check_config(const ModelConfig& c);  // refuses heads that RoPE cannot turn
 // An arena is one flat tensor with a value for each weight: the weights, their gradients, or one of
 // AdamW's two moments. All arenas are laid out alike. A unit is what FSDP gathers at once: unit 0
 // is the embedding, 1 + l is block l, and L + 1 is the head.
+constexpr int NORMS = -1;  // no unit's number: an RMSNorm's weights, which every rank keeps
 struct Parameter {
     string name;  // the staff model's state_dict key
     Shape shape;
     int64_t offset;  // where it begins in each arena, in elements
     Tensor weight;   // a view of the arena, or of its unit's buffer under FSDP; has a Gradient
-    int unit = -1;   // -1: a norm, which every rank keeps
+    int unit = NORMS;
 };
 struct Model {
     ModelConfig config;
@@ -229,7 +230,7 @@ struct Trainer {
     AdamW adamw;                // of the model's own optimizer; FSDP and `sharded` have theirs
     double max_norm = 0;        // clips gradients; 0: not. Not read by `sharded`
     int steps = 0;              // taken; model.step has fewer where fp16 skipped some
-    double loss = 0, norm = 0;  // of the last step; norm: optimizer_step's, none if `sharded`
+    double loss = 0, norm = 0;  // of the last step; `sharded`'s norm only says whether it is finite
     vector<StepMark> marks;     // of the last step
     // What ranks that share the step do besides: ddp.cu and fsdp.cu set it. Null: nothing.
     Job before_step, after_backward, before_optimizer;

@@ -253,8 +253,8 @@ static void attach(Trainer& trainer, Sharding sharding) {
     trainer.sharded->sharding = sharding;
     if (sharding != UNSHARDED) { trainer.sharded->c = trainer.c; }
     trainer.step_optimizer = [](Trainer& t) {
-        // Not the norm: FLAT's gradients are averages, the same on all ranks, and this counts them
-        // once per rank.
+        // It only matters whether this is finite. FLAT's gradients are averages, the same on all
+        // N ranks, so it is sqrt(N) times their norm.
         auto norm = [&] { return norm_over_ranks(t.c, pow(gradient_norm(t.model), 2)); };
         // The 0 is max_norm: nothing is clipped, and t.max_norm is not read. So guarded_step calls
         // `norm` in fp16 alone, to see whether any rank's gradients hold inf or NaN.
@@ -928,7 +928,7 @@ static void run_sharded(const Communicator& c, const Options& options, const Mod
         for (int i = 0; i < CATEGORIES; i++) { use.peak_by[i] -= before.now_by[i]; }
         reset_peak(context.device);
     };
-    // Not random_model: it may hold a second copy for a moment (keep_weights in fast_ways.h), and
+    // Not random_model: it may briefly hold a second copy (keep_weights in fast_ways.h), and
     // that would count as the peak after init.
     auto make = [&](const Communicator& c) {
         before = memory_use(context.device);

@@ -36,7 +36,7 @@
 // Backward (the handout's algorithm 2). Tiles of S are computed again. Now L is known, so no
 // maximum is needed. (L has 24 bits, so even where S is exact P is off by a factor of up to
 // exp(2^-24 |L|): a percent at scores of 170,000.)
-//   7.  D_i = rowsum(dO_i * O_i)        [Tq]; once, before all else;
+//   7.  D_i = rowsum(dO_i * O_i)        [Bq]; for all i, once, before all else;
 //                                       equals rowsum(P * dP)
 //   8.  S = Q_i K_j^T / sqrt(D), P = exp(S - L_i)
 //   9.  dV_j += P^T dO_i
@@ -661,7 +661,7 @@ __device__ void v2_mask(float (&S_rmem)[R][N][2], const AttentionArgs& a, int q0
 // tile). That is exact, as m cancels in O / l and in m + log l, unless P overflows or vanishes.
 // Mostly m stays, which saves the exchange between the four lanes of a row and the scaling of O. A
 // lane looks at its own columns alone, and __any_sync tells all lanes whether one of them has such
-// a P. The first tile raises m, which begins with -FLT_MAX.
+// a P. The first tile with a finite score raises m, which begins with -FLT_MAX.
 template <int R, int N, int K>
 __device__ void v2_raise_maximum(float (&m)[R], float (&l)[R], float (&O_rmem)[R][N][2],
                                  float (&S_rmem)[R][K][2], float c) {
@@ -735,9 +735,9 @@ __global__ void __launch_bounds__(V2_THREADS, 2) flash_v2_forward_kernel(Attenti
     for (int r = 0; r < R; r++) {  // step 6
         l[r] += __shfl_xor_sync(0xffffffff, l[r], 1);
         l[r] += __shfl_xor_sync(0xffffffff, l[r], 2);
-        int i = q0 + warp_row + v2_row(r);
-        if (threadIdx.x % 4 == 0 && i < a.Tq) {
-            a.L[(int64_t)head * a.Tq + i] = m[r] / LOG2_E + logf(l[r]);
+        int query = q0 + warp_row + v2_row(r);
+        if (threadIdx.x % 4 == 0 && query < a.Tq) {
+            a.L[(int64_t)head * a.Tq + query] = m[r] / LOG2_E + logf(l[r]);
         }
         l[r] = 1 / l[r];
     }
@@ -902,9 +902,9 @@ static void flash_v2_forward(const AttentionTensors& t) {
 static void flash_v2_backward(const AttentionTensors& t) {
     Tensor memory;
     AttentionArgs a = step_7(t, &memory);
-    v2_with(t, 2, [&](auto zero, auto D, auto most) {
+    v2_with(t, 2, [&](auto zero, auto D, auto chosen) {
         using T = decltype(zero);
-        constexpr int R = D == 128 ? 2 : most, OWN = v2_own(R);
+        constexpr int R = D == 128 ? 2 : chosen, OWN = v2_own(R);
         size_t bytes = v2_bytes(2, D, R);
         v2_launch<OWN>(flash_v2_dq_kernel<T, D, R>, a.Tq, bytes, a);
         v2_launch<OWN>(flash_v2_dkv_kernel<T, D, R>, a.Tk, bytes, a);

@@ -184,7 +184,7 @@ static int check_attention(const Options& o, const char* name, bool with_backwar
     choose_device(o.device);
     const Device device = context.device;
     Table table{strprintf("%s: largest error against the reference in float64; WRONG: above what "
-                          "rounding S, P, dP, dS and the results to the dtype may cost",
+                          "rounding to the dtype may cost",
                           name),
                 {"implementation", "dtype", "B, H, Tq, Tk, D", "causal", "O", "L"}};
     if (with_backward) { table.columns.insert(table.columns.end(), {"dQ", "dK", "dV"}); }

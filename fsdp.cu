@@ -29,8 +29,7 @@ struct FsdpUnit {
     std::multimap<int64_t, Tensor> slots;
 };
 // In the names of this file `norms` are the RMSNorms' weights, of which every rank has all, and
-// `norm` is the norm of the gradients. NORMS stands in place of a unit's number.
-constexpr int NORMS = -1;
+// `norm` is the norm of the gradients.
 struct FsdpWait {  // of the compute stream (with Gloo the host), for a collective
     int unit;      // tests read it
     WorkPtr work;
@@ -312,7 +311,7 @@ static Model sharded_model(const ModelConfig& config, Fsdp& f) {
 // FSDP's step: begin_fsdp_step, then forward, backward and finish_backward for each batch, then
 // fsdp_optimizer_step.
 
-// the weights have changed
+// Makes the next pre_forward gather anew, because the weights have changed.
 static void forget_gathered(Fsdp& f) { f.in_buffer[0] = f.in_buffer[1] = -1; }
 
 static void begin_fsdp_step(Fsdp& f) {
@@ -608,12 +607,12 @@ static void answer_fsdp_accounting(const vector<FsdpRun>& runs, int world, doubl
            mib_of(of_ddp - of_fsdp), mib_of(of_sharded - of_fsdp), 4 * bytes, 2 * bytes, 2 * bytes,
            4 * bytes, psi, world);
     const FsdpRun& fsdp = runs[FULLY_SHARDED];
-    if (fsdp.oom) { return answer("a", "FSDP did not fit."); }
+    if (fsdp.oom) { return answer("a", "There was no room for FSDP."); }
 
     // held: the bytes that a rank holds; moments: those of AdamW's state that FSDP saves. The
     // division by 4: FSDP saves as much in weights, in gradients and in each moment.
     auto answer_against = [&](const FsdpRun& run, const char* name, double held, double moments) {
-        if (run.oom) { return answer("a", "%s did not fit.", run.name.c_str()); }
+        if (run.oom) { return answer("a", "There was no room for %s.", name); }
         const double saved = mib_of((double)run.use.peak - (double)fsdp.use.peak);
         const double saved_beyond = saved - mib_of(held - of_fsdp);
         answer("a", "FSDP takes %.1f MiB %s than %s. It takes %.1f MiB %s than expected%s.",

@@ -85,21 +85,21 @@ struct WeightRow {
 // Returns a row for each weight, in the order of the arena. The rows point into the model.
 static vector<WeightRow> weight_rows(Model& model) {
     const int64_t C = model.config.d_model, F = model.config.d_ff, V = model.config.vocab_size;
-    const int L = model.config.num_layers, none = -1;
+    const int L = model.config.num_layers;
     vector<WeightRow> rows = {{"lm_head", {V, C}, L + 1, &model.lm_head},
-                              {"ln_final", {C}, none, &model.ln_final}};
+                              {"ln_final", {C}, NORMS, &model.ln_final}};
     for (int l = L - 1; l >= 0; l--) {
         const string name = "layers." + to_string(l) + ".";
         Layer& layer = model.layers[l];
         rows.push_back({name + "ffn.w2", {C, F}, 1 + l, &layer.w2});
         rows.push_back({name + "ffn.w1", {F, C}, 1 + l, &layer.w1, &layer.w13, {2 * F, C}});
         rows.push_back({name + "ffn.w3", {F, C}, 1 + l, &layer.w3});
-        rows.push_back({name + "ln2", {C}, none, &layer.ln2});
+        rows.push_back({name + "ln2", {C}, NORMS, &layer.ln2});
         rows.push_back({name + "attn.output_proj", {C, C}, 1 + l, &layer.o});
         rows.push_back({name + "attn.q_proj", {C, C}, 1 + l, &layer.q, &layer.qkv, {3 * C, C}});
         rows.push_back({name + "attn.k_proj", {C, C}, 1 + l, &layer.k});
         rows.push_back({name + "attn.v_proj", {C, C}, 1 + l, &layer.v});
-        rows.push_back({name + "ln1", {C}, none, &layer.ln1});
+        rows.push_back({name + "ln1", {C}, NORMS, &layer.ln1});
     }
     rows.push_back({"token_embeddings", {V, C}, 0, &model.embedding});
     return rows;
@@ -214,8 +214,8 @@ void make_ready(Model& model, int64_t T) {
 
 // The residual stream x, [B,T,C], is sum + delta. += only stores its part in delta (null: none
 // waits); the next norm adds that to sum. So between two += there has to be a norm. The reason:
-// modes fused and flash have one op for both, add_rmsnorm, whose fast kernel reads short rows once.
-// Mode eager adds there, too, by an op of its own.
+// modes fused and flash have one op for both, add_rmsnorm. Mode eager adds there, too, by an op of
+// its own.
 struct Residual {
     Tensor sum;
     float eps;
@@ -870,7 +870,7 @@ static string relative_speed(const Setting& ours, const Setting& theirs, Pass pa
         if (verdict == "") { verdict = strprintf("%.2f times as fast", b.mean / a.mean); }
         verdicts.push_back(verdict + " for " + ours.runs[i].config.name);
     }
-    if (verdicts.empty()) { return "not to be compared"; }
+    if (verdicts.empty()) { return "unknown: no size ran in both"; }
     if (verdicts.size() == 1) { return verdicts[0]; }
     return verdicts[0] + " and " + verdicts.back();
 }

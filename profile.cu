@@ -208,7 +208,7 @@ static void profile_phase(ProfileRun& r, Phase phase, const Options& o, Traces& 
                         predicted_peak(r.config, r.B, r.T, phase), measure);
 }
 
-static double ms_of(const ProfileRun& r, const Kernels& all) {  // per pass; NAN: there are none
+static double ms_per_pass(const ProfileRun& r, const Kernels& all) {  // NAN: there are none
     return all.empty() ? NAN : total(all) / 1e6 / r.passes;
 }
 static double per_pass(const Launches& l, int passes) {  // how often the kernel runs in a pass
@@ -238,14 +238,14 @@ static void print_clock_and_trace(const ProfileRuns& runs, const string& caption
         "nsys_profile (a): means; 'trace': forward from its first start to its last end there; " +
             caption,
         {"size", "S", "forward ms", "std", "trace ms", "difference %", "step ms", "std"}};
-    auto mean = [](const ProfiledPhase& p) {
+    auto mean_cell = [](const ProfiledPhase& p) {
         return p.oom ? oom_cell(p.oom) : strprintf("%.3f", p.ms.mean);
     };
-    auto std = [](const ProfiledPhase& p) { return p.oom ? "" : deviation(p.ms, "%.3f"); };
+    auto std_cell = [](const ProfiledPhase& p) { return p.oom ? "" : deviation(p.ms, "%.3f"); };
 
     for (const ProfileRun& r : runs) {
-        t.row(r.config.name, r.T, mean(r.forward), std(r.forward), r.in_trace.mean,
-              100 * (r.in_trace.mean / r.forward.ms.mean - 1), mean(r.step), std(r.step));
+        t.row(r.config.name, r.T, mean_cell(r.forward), std_cell(r.forward), r.in_trace.mean,
+              100 * (r.in_trace.mean / r.forward.ms.mean - 1), mean_cell(r.step), std_cell(r.step));
     }
     print(t);
 }
@@ -292,8 +292,8 @@ static void print_shares(const ProfileRuns& runs, const string& caption) {
         auto other = [&](const char* range) { return percent(in(others, range), all); };
         t.row(r.config.name, r.T, percent(in(all, "matmul"), all), other("softmax"), other("rope"),
               other("swiglu"), other("rmsnorm"), percent(in(step, "matmul"), step),
-              ms_of(r, in(step, "optimizer")), ms_of(r, in(attention, "softmax")),
-              ms_of(r, in(attention, "matmul")));
+              ms_per_pass(r, in(step, "optimizer")), ms_per_pass(r, in(attention, "softmax")),
+              ms_per_pass(r, in(attention, "matmul")));
     }
     print(t);
 }
@@ -390,7 +390,7 @@ static void answer_shares(const ProfileRun& r) {
     answer("d",
            "AdamW has no matrix products. It takes %.4g of the %.4g ms that are traced in a step "
            "(%.1f %%).",
-           ms_of(r, adamw), ms_of(r, step), share(adamw, step));
+           ms_per_pass(r, adamw), ms_per_pass(r, step), share(adamw, step));
     answer("d",
            "The other parts have %.1f %% of forward's traced time and %.1f %% of the step's; there "
            "most goes to %s.",
@@ -402,14 +402,14 @@ static void answer_shares(const ProfileRun& r) {
 // score for softmax (maximum, subtract, exp, sum, divide) and 2 D for each product.
 static void answer_softmax(const ProfileRun& r) {
     const Kernels attention = in(r.forward.kernels, "attention");
-    const double softmax_ms = ms_of(r, in(attention, "softmax")),
-                 products_ms = ms_of(r, in(attention, "matmul"));
+    const double softmax_ms = ms_per_pass(r, in(attention, "softmax")),
+                 products_ms = ms_per_pass(r, in(attention, "matmul"));
     const double times_as_long = softmax_ms / products_ms;
     if (isnan(times_as_long)) {
         return answer("e",
                       "Softmax and both products are not apart here (%.2f ms per forward); mode "
                       "eager parts them.",
-                      ms_of(r, attention));
+                      ms_per_pass(r, attention));
     }
 
     // eager's softmax has all scores, the fused one T (T + 1) / 2 of T^2
@@ -843,7 +843,7 @@ static void answer_forward(const MemoryRun& r) {
     answer("a",
            "Forward alone keeps nothing for backward: above the weights (%.1f MiB%s) it has its "
            "peak in %s, %.1f MiB of activations at context length %d.",
-           mib_of(by[PARAMETERS]), by[WEIGHT_COPIES] ? " and their growing 16-bit copies" : "",
+           mib_of(by[PARAMETERS]), by[WEIGHT_COPIES] ? " and 16-bit copies of them" : "",
            peak.c_str(), mib_of(by[ACTIVATIONS]), r.T);
 }
 // (a) Tells how each block changes memory in a step, at each length.

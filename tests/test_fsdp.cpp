@@ -710,10 +710,10 @@ TEST_CASE("answers: fsdp_accounting") {
     fsdp.peak_by[WORKSPACE] = 32 << 20;
     CHECK(has(causes(other, fsdp, 500 * 1048576.0, 0), "gradients +801.1 and workspace +32.0"));
     runs[0].oom = true;  // 10B
-    CHECK(has(said(runs), "**(a)** DDP did not fit.\n"));
+    CHECK(has(said(runs), "**(a)** There was no room for DDP.\n"));
     runs[2].oom = true;
     runs[2].gather_ms.clear();
-    CHECK(has(said(runs), "**(a)** FSDP did not fit.\n"));
+    CHECK(has(said(runs), "**(a)** There was no room for FSDP.\n"));
     CHECK(!has(said(runs), "(b)"));
 }
 TEST_CASE("answers: leaderboard") {
