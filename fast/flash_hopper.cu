@@ -173,11 +173,6 @@ DEVICE uint64_t full_descriptor(uint32_t low) {
     return (uint64_t)(1u << 30 | 1024 / 16) << 32 | low;
 }
 
-// Returns the first address from `dynamic` on where a slab may begin: a multiple of 1024.
-DEVICE char* at_1024(char* dynamic) {
-    return dynamic + (1024 - smem_address(dynamic) % 1024) % 1024;
-}
-
 // wgmma's operand list has to be spelled out. Of d [64,N] thread t holds row 16 (t/32) + t%32/4 at
 // d[4j], d[4j+1] in columns 8j + 2 (t%4) and one more, and row + 8 at d[4j+2], d[4j+3].
 #define R8 "%0,%1,%2,%3,%4,%5,%6,%7"
@@ -498,7 +493,7 @@ template <class Tile>
 DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
                              ForwardBarriers<Tile>& bars, char* dynamic, int warpgroup) {
     constexpr int D = Tile::D, Bk = Tile::Bk, stages = Tile::stages;
-    char* q_tiles = at_1024(dynamic);
+    char* q_tiles = dynamic + (1024 - smem_address(dynamic) % 1024) % 1024;
     int t = threadIdx.x % 128, warp = t / WARP, lane = t % WARP;
     float c = a.scale * LOG2_E;
     uint32_t k_at = descriptor(q_tiles + Tile::k_ring, 16);
@@ -602,7 +597,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 #ifdef HAS_WGMMA
     extern __shared__ char dynamic[];
     __shared__ ForwardBarriers<Tile> bars;
-    char* q_tiles = at_1024(dynamic);
+    char* q_tiles = dynamic + (1024 - smem_address(dynamic) % 1024) % 1024;
     char *k_ring = q_tiles + Tile::k_ring, *v_ring = q_tiles + Tile::v_ring;
     const int all = order.x * order.y * order.z;
 
@@ -1170,7 +1165,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     extern __shared__ char dynamic[];
     __shared__ BackwardBarriers<Tile> bars;
     BackwardMemory memory;
-    memory.k_tile = at_1024(dynamic);
+    memory.k_tile = dynamic + (1024 - smem_address(dynamic) % 1024) % 1024;
     memory.v_tile = memory.k_tile + Tile::k_bytes;
     memory.q_ring = memory.v_tile + Tile::k_bytes;
     memory.dO_ring = memory.q_ring + stages * Tile::q_bytes;
