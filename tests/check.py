@@ -414,7 +414,7 @@ def step_yours(optimizer, w, gradients, groups, seen):
             with seen if t == len(gradients) - 1 else contextlib.nullcontext(): step.step()
             changed |= {name for name, p in parameters.items()
                         if p.grad is not None and not torch.equal(p.grad, grads[name])}
-    for state in step.state.values(): seen.keep(list(state.values()) if isinstance(state, dict) else [])
+    for state in getattr(step, "state", {}).values(): seen.keep(list(state.values()) if isinstance(state, dict) else [])
     return {name: p.detach() for name, p in parameters.items()}, changed
 
 
@@ -492,7 +492,8 @@ class Attention:
         except (ValueError, TypeError): arguments = []
         many = not arguments or any(a.kind == a.VAR_POSITIONAL for a in arguments)
         self.masked = not function and len(arguments) > 3 and "mask" in arguments[3].name
-        self.keyword = next((a.name for a in arguments if a.kind == a.KEYWORD_ONLY and "causal" in a.name), None)
+        by_name = [a for i, a in enumerate(arguments) if a.kind == a.KEYWORD_ONLY or not function and not self.masked and i > 3]
+        self.keyword = next((a.name for a in by_name if "causal" in a.name), None)
         self.takes_causal = many or len(arguments) > 3
 
     def __call__(self, q, k, v, causal):
@@ -559,15 +560,23 @@ def attention_causes(attention, yours, numbers, inputs, causal, precision):
 
 
 def at_scores_of_100(attention, q, k, v, sign):
-    """(the difference, in words what is not finite). Component 0 only adds 100 (or -100) to each score: the softmax is the other components'."""
+    """(the difference, in words what is not finite). The last component only adds 100 (or -100) to each score: the softmax is the other components'."""
     q, k = q.clone(), k.clone()
-    q[..., 0] = (100 * q.shape[-1] ** 0.5) ** 0.5
-    k[..., 0] = sign * q[..., 0]
+    q[..., -1] = (100 * q.shape[-1] ** 0.5) ** 0.5  # the last: what is summed after it would be rounded at its size
+    k[..., -1] = sign * q[..., -1]
     theirs = cs336("attention", {"inputs": {"q": q, "k": k, "v": v, "do": v}})
     yours = attention(q, k, v, False).detach()
     why = " exp(-100) is nearly 0: subtract a row's maximum before exp, also one below 0, so m begins at -inf."
     if sign > 0: why = "" if yours.isfinite().all() else " exp(100) is infinite in fp32: subtract a row's maximum before exp."
     return apart(yours, theirs["o"].to(yours)), f"o, scores near {sign * 100}:{not_finite(yours)}{why}"
+
+
+def same_where_transposed(attention, inputs, causal, yours, precision):
+    """Whether the gradients are what yours were, where dO has the same numbers, transposed in memory."""
+    leaves = [t.clone().requires_grad_() for t in inputs[:3]]
+    with contextlib.suppress(Exception), matmuls(precision): attention(*leaves, causal).backward(inputs[3].mT.contiguous().mT)
+    gradients = [(t.grad, yours[name]) for name, t in zip(("dq", "dk", "dv"), leaves)]
+    return all(t is not None and apart(t, same) <= BOUNDS[precision] for t, same in gradients)
 
 
 @verdict
@@ -615,6 +624,9 @@ def check_attention(attention, precision="fp32", context_length=128, head_size=6
             rows.append(["no", f"o, head size {width}", f"{far:.1e}", "DIFFERS" if far > bound else "ok"])
             if far > bound: more[f"o, head size {width}. Does the scale, 1 / sqrt(D), come from q's last dimension?"] = True
         except Usage as e: lacks[f"head size {width}"] = e  # yours may have a size of its own
+    if not wrong and not lacks and not same_where_transposed(attention, inputs, causal, yours, precision):
+        note("where dO is not contiguous, as where heads are merged, backward fails or gives something else: heed dO's "
+             "strides, or take dO.contiguous()")
     print(f"\nattention: {shape}, {precision}. Relative differences from ./cs336:\n")
     show(["causal", "tensor", "difference", f"bound {bound:g}"], rows)
     for e in lacks.values(): print(f"{NOT_YET if e.word == NOT_YET else 'not compared'}: {e}")
@@ -757,7 +769,7 @@ def check_typed_model(yours, o):
     if torch.cuda.is_available(): yours.to("cuda")
     heads = o.num_heads or kwargs.get("num_heads")
     if not isinstance(heads, int): raise Usage("--num_heads: takes the number of heads, here or in --kwargs")
-    return check(yours, heads, kwargs.get("rope_theta", 10000.0), min(32, kwargs.get("context_length", 32)))
+    return check(yours, heads, kwargs.get("rope_theta", kwargs.get("theta", 10000.0)), min(32, kwargs.get("context_length", 32)))
 
 
 def check_one(part, name, yours, o):

@@ -224,14 +224,15 @@ def say_cause(causes, far, what, unseen=lambda: ""):
 
 
 class Seen(TorchDispatchMode):
-    """Keeps what each operation of yours gives, sorted, so that its layout does not count."""
+    """Keeps what each operation of yours gives, sorted, so that its layout does not count. What torch.empty gives does
+    not count: it may be a tensor of ours that was freed."""
     def __init__(self):
         super().__init__()
         self.values = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        self.keep(out)
+        if "empty" not in str(function): self.keep(out)
         return out
 
     def keep(self, out):

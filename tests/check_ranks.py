@@ -108,10 +108,15 @@ def on_ranks(work, world, seconds):
 # ----------------------------------------------------------------------------------------------------------------------
 # Your class, by the course's interface
 
-def beside(yours, ending, *arguments):
-    """[what the course's adapters.py has beside get_NAME, NAME with this ending, returns]; []: it is not written."""
+def beside_of(yours, ending):
+    """What the course's adapters.py has beside get_NAME: NAME with this ending; or None."""
     name, module = getattr(yours, "__name__", ""), sys.modules.get(getattr(yours, "__module__", ""))
-    call = getattr(module, name[len("get_"):] + ending, None) if name.startswith("get_") else None
+    return getattr(module, name[len("get_"):] + ending, None) if name.startswith("get_") else None
+
+
+def beside(yours, ending, *arguments):
+    """[what that returns]; []: it is not written."""
+    call = beside_of(yours, ending)
     with contextlib.suppress(NotImplementedError): return [call(*arguments)] if call else []
     return []
 
@@ -135,10 +140,10 @@ def full_weights(yours, wrapper):
 # Models and data
 
 class Toy(nn.Module):
-    """Eight weights of nearly one size, so that a fair share is a whole number of them; for ddp biases, too."""
+    """Twelve weights of nearly one size, so that a fair share is a whole number of them; for ddp biases, too."""
     def __init__(self, kind, case):
         super().__init__()
-        self.fc = nn.ModuleList(nn.Linear(8, n, bias=kind == "ddp") for n in (8, 8, 8, 8, 8, 8, 8, 7))
+        self.fc = nn.ModuleList(nn.Linear(8, n, bias=kind == "ddp") for n in (*11 * [8], 7))
         if case == "tied weights": self.fc[5].weight = self.fc[2].weight
         if case == "frozen parameters": self.fixed = nn.Parameter(torch.randn(8), requires_grad=False)
         if case == NO_GRADIENT: self.unused = nn.Linear(8, 8)
@@ -301,6 +306,8 @@ def train(kind, rank, world, watch, yours, case):
             watch.phase = "forward"
             loss = sum(loss_of(wrapper, *part) for part in group) / len(parts)
             if step == 0: out["held"]["before backward"] = share()
+            if step == 0 and kind == "ddp":  # a buffer may be sent by the first forward
+                out["weights"][0] |= {name: t.clone() for name, t in inner.named_buffers()}
             watch.phase, start = "backward", named(inner) if kind == "ddp" else {}
             loss.backward()
             watch.phase = "finish"
@@ -412,11 +419,12 @@ def notes_of(kind, case, sent, rounded, held):
 # The sharded optimizer
 
 LATER = ": what is changed in param_groups later does not reach the optimizer"
+GROUPS = ["two groups", "add_param_group"]
 
 
 def sharded_groups(case, parameters, own=True):
-    if case not in ("two groups", "add_param_group"): return parameters
-    halves = [{"params": half} for half in (parameters[:4], parameters[4:])]
+    if case not in GROUPS: return parameters
+    halves = [{"params": half} for half in (parameters[:6], parameters[6:])]
     return [halves[0] | (GIVEN if own else {}), *halves[1:]]  # all get OTHER; only the first has its own settings
 
 
@@ -480,7 +488,8 @@ def compare_sharded(kind, case, results):
     wrong = {"lacks its keyword arguments (lr, betas ...), which do not reach the optimizer": run({}),
              **{f"lacks the keyword argument {key}": run(others(OTHER, key)) for key in OTHER},
              "lacks its group's own settings": run(OTHER, False),
-             "has the settings of another group": run(OTHER | GIVEN),
+             **({"has the settings of another group": run(OTHER | GIVEN)} if case in GROUPS else {}),
+             "gets only lr of its keyword arguments": run({"lr": OTHER["lr"]}),
              f"keeps its first settings{LATER}": run(OTHER, factors={}),
              **{f"keeps its first {key}{LATER}": run(OTHER, factors=others(FACTORS, key)) for key in FACTORS}}
 
@@ -515,24 +524,27 @@ def compare_sharded(kind, case, results):
 
 CASES = ["plain", "tied weights", "frozen parameters"]
 TWICE = ["two backwards", "two forwards"]
-NO_GRADIENT = "a parameter without gradient"
+NO_GRADIENT, BUFFER = "a parameter without gradient", "a buffer"
 KINDS = {"ddp": (train, compare_training,
-                 [*CASES, "a buffer", "three ranks", "two backwards", "a late rank", NO_GRADIENT],
+                 [*CASES, BUFFER, "three ranks", "two backwards", "a late rank", NO_GRADIENT],
                  ["weights at the start", "gradients", f"weights after {STEPS} steps", f"bound {BOUND:g}"]),
          "sharded": (step_sharded, compare_sharded,
-                     [*CASES, "a schedule", "three ranks", "two groups", "add_param_group", NO_GRADIENT],
+                     [*CASES, "a schedule", "three ranks", *GROUPS, NO_GRADIENT],
                      ["weights after a step", f"after {STEPS}", "states on the ranks", f"bound {BOUND:g}"]),
          "fsdp": (train, compare_training, ["fp32", "fp16", *TWICE, "a late rank"],
                   ["held: at rest, peak, after forward", "gradients", f"weights after {STEPS} steps", "verdict"])}
-MORE = {NO_GRADIENT: " This does not count: the public tests do not try it."}
-MORE |= dict.fromkeys(("two groups", "add_param_group"), " The handout asks for this; the public tests do not try it.")
-MORE |= dict.fromkeys(("a schedule", "a buffer", "three ranks", *TWICE), " The public tests do not try it.")
+MORE = {NO_GRADIENT: " This does not count: the public tests do not try it.",
+        BUFFER: " This does not count: the public tests do not try it, and what all ranks compute alike need not be sent."}
+MORE |= dict.fromkeys(GROUPS, " The handout asks for this; the public tests do not try it.")
+MORE |= dict.fromkeys(("a schedule", "three ranks", *TWICE), " The public tests do not try it.")
 
 
 def check_ranks(kind, yours, seconds):
     """True: ok; False: differs; where the first case cannot be run, Usage."""
     name, (work, compare, cases, columns) = getattr(yours, "__qualname__", str(yours)), KINDS[kind]
     rows, good, lines, notes = [], True, {}, []
+    # What is set back at a batch's start is so once, before both backwards.
+    starts = beside_of(yours, "_on_train_batch_start")
     if kind == "fsdp": course_layers()  # here, since it may take long, and a rank that takes long hangs
     for case in cases:
         run = lambda rank, world, watch: work(kind, rank, world, watch, yours, case)
@@ -543,7 +555,7 @@ def check_ranks(kind, yours, seconds):
             word = "hangs" if e.word == "hangs" else "fails"
             if case == cases[0] and e.word not in ("hangs", "fails"): raise
             cells, ok, said, more = "-" * (len(columns) - 1), False, [("", str(e))], []
-        counts = case != NO_GRADIENT and not (case in TWICE and word == "fails")
+        counts = case not in (NO_GRADIENT, BUFFER) and not (case in TWICE and (word == "fails" or starts))
         rows.append([case, *cells, word if ok or counts else "not asked"])
         good = good and (ok or not counts)
         for whose, what in said: lines.setdefault((what, counts), []).append((case, whose))

@@ -242,6 +242,18 @@ def run_transformer_lm(vocab_size, context_length, d_model, num_layers, num_head
     model.load_state_dict(weights, strict=False)
     return model(in_indices)
 '''
+# What is counted in backward is set back when a batch starts, as 2025's adapters for buckets suggest.
+STARTS = '''
+import ranks
+class Once(ranks.DDP):
+    def send(self, p):
+        self.left -= 1
+        if self.left >= 0: super().send(p)
+
+def get_ddp(module): return Once(module)
+def ddp_on_train_batch_start(model, optimizer): model.left = sum(p.requires_grad for p in model.parameters())
+def ddp_on_after_backward(model, optimizer): model.finish_gradient_synchronization()
+'''
 # With names of its own, and one weight for q, k and v.
 FUSED = SOLUTION.replace("self.output_proj", "self.o").replace("self.token_embeddings", "self.embed").replace("self.lm_head", "self.head")
 FUSED = FUSED.replace("self.q_proj, self.k_proj, self.v_proj, self.o = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))",
@@ -419,10 +431,12 @@ RANK_MISTAKES = [
      "a parameter without gradient: rank"),
     ("ddp", "for handle in self.handles: handle.wait()", "dist.get_rank() or dist.barrier()", "plain: rank 0 hangs at"),
     ("ddp", "return self.module(*inputs)", "return self.module(*inputs)[0]", "DIFFERS: plain"),
-    ("ddp", "for t in module.buffers(): dist.broadcast(t, src=0)", "", "Likely cause: a buffer: the weights of shift, a buffer, are not sent from rank 0"),
+    ("ddp", "for t in module.buffers(): dist.broadcast(t, src=0)", "", "note: a buffer: the weights of shift, a buffer, are not sent from rank 0 at the start. This does not count"),
+    ("ddp", "for t in module.buffers(): dist.broadcast(t, src=0)", "module.register_forward_pre_hook(lambda *_: None if [dist.broadcast(t, src=0) for t in module.buffers()] else None)",
+     "| a buffer | 0.0e+00 "),
     ("ddp", "dist.broadcast(p.data, src=0)", "dist.broadcast(p.data, src=dist.get_rank())", "broadcast of [8, 8] from rank 0 on rank 0, and broadcast of [8, 8] from rank 1 on rank 1"),
     ("ddp", "        p.grad /= dist.get_world_size()\n", "        if dist.get_rank(): import ctypes; ctypes.string_at(0)\n        p.grad /= dist.get_world_size()\n", "rank 1 ended by signal 11"),
-    ("ddp", "        p.grad /= dist.get_world_size()\n", "        self.sends = getattr(self, 'sends', 0) + 1\n        if self.sends > 16: return\n        p.grad /= dist.get_world_size()\n",
+    ("ddp", "        p.grad /= dist.get_world_size()\n", "        self.sends = getattr(self, 'sends', 0) + 1\n        if self.sends > 24: return\n        p.grad /= dist.get_world_size()\n",
      "it is not averaged, from step 2 on"),
     ("ddp", "p.grad /= dist.get_world_size()", "p.grad /= 2", "three ranks: every gradient is the sum over the ranks divided by 2"),
     ("ddp", "dist.all_reduce(p.grad, async_op=True)", "dist.all_reduce(p.data, async_op=True)", "plain: backward changes fc.0.weight, fc.0.bias"),
@@ -452,7 +466,7 @@ RANK_MISTAKES = [
     ("sharded", 'if key != "params"', "if key not in ('params', 'lr')", "a schedule: every weight keeps its first lr"),
     ("sharded", 'if key != "params"', "if key not in ('params', 'weight_decay')", "a schedule: every weight keeps its first weight_decay"),
     ("sharded", "zip(self.param_groups, self.inner.param_groups)", "zip(self.param_groups[:1] * 9, self.inner.param_groups)",
-     "two groups: fc.4.weight, fc.5.weight, fc.6.weight, fc.7.weight has the settings of another group"),
+     "two groups: fc.6.weight, fc.7.weight, fc.8.weight, fc.9.weight ... has the settings of another group"),
     ("sharded", "    def step(self):", "    def zero_grad(self, set_to_none=True): pass\n\n    def step(self):", "plain: zero_grad() leaves the gradients of"),
     ("sharded", "    def step(self):", "    def zero_grad(self): self.inner.zero_grad()\n\n    def step(self):", "plain: zero_grad() leaves the gradients of"),
     ("sharded", "len(self.owner) % dist.get_world_size()", "len(self.owner) % 2", "three ranks: a rank holds 51% of the states"),
@@ -460,8 +474,10 @@ RANK_MISTAKES = [
     ("sharded", 'for p in group["params"]: self.owner[p] = len(self.owner) %', 'for i, p in enumerate(group["params"]): self.owner[p] = i %',
      "add_param_group: a rank holds 75% of the states"),
     ("sharded", "super().__init__(params, settings)", "list(params); super().__init__(params, settings)", "raised ValueError at"),
-    ("sharded", "else: self.inner.add_param_group(mine)", "", "add_param_group: fc.4.weight, fc.5.weight, fc.6.weight, fc.7.weight never changes"),
+    ("sharded", "else: self.inner.add_param_group(mine)", "", "add_param_group: fc.6.weight, fc.7.weight, fc.8.weight, fc.9.weight ... never changes"),
     ("sharded", "        self.inner.step()", "        self.inner.state.clear(); self.inner.step()", "every weight is right after a step, but not after a later one"),
+    ("sharded", "(groups, **settings)\n        super().__init__(params, settings)", '(groups, lr=settings["lr"])\n        super().__init__(params, {"lr": settings["lr"]})',
+     "plain: every weight gets only lr of its keyword arguments"),
     ("sharded", "    def step(self):", "    def state_dict(self):\n        parts = [self.inner.state_dict()]\n        dist.broadcast_object_list(parts, src=0)\n"
      "        return parts[0]\n\n    def step(self):", "note: plain: state_dict() lacks states that its rank holds"),
     ("fsdp", "        dist.all_reduce(grad)", "        grad = grad.half()\n        dist.all_reduce(grad)\n        grad = grad.float()", "note: fp16: gradients are sent in float16"),
@@ -583,6 +599,9 @@ def solutions():
     expect("attention with heads", True, "ok: all", "attention", num_heads=2)
     expect("AdamW", True, "ok: it is the AdamW of 2026's handout.", "adamw")
     expect("AdamW of 2025", True, "of 2025's handout, where the weight decays after", "adamw", SOLUTION.replace(DECAY + UPDATE, UPDATE + DECAY))
+    class Bare:
+        def __init__(self, params, **settings): self.step = torch.optim.AdamW(params, **settings).step
+    expect("an optimizer without param_groups", None, "has no attribute 'param_groups'", "adamw", optimizer=Bare)
     expect("torch.optim.AdamW", True, "ok: it is the AdamW of torch.optim.AdamW", "adamw", optimizer=torch.optim.AdamW)
     for what, old, new, words in MISTAKES:
         assert SOLUTION.count(old) == 1, old
@@ -629,6 +648,15 @@ def attentions():
     def narrow(q, k, v):
         if q.shape[-1] != 16: raise ValueError("16 alone")
         return torch.softmax(q @ k.mT / 4, -1) @ v
+    def last(q, k, v, dropout_p=0.0, is_causal=False):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=is_causal)
+    expect("is_causal as the fifth argument", True, "ok: all", "attention", attention=last)
+    def exact(q, k, v, causal=False): return last(q.double(), k.double(), v.double(), is_causal=causal).to(q.dtype)
+    expect("fp64, head size 128", True, "ok: all", "attention", attention=exact, head_size=128, context_length=128)
+    strides = SOLUTION.replace("v, o, L = ctx.saved_tensors", "v, o, L = ctx.saved_tensors; do = do if do.is_contiguous() else 2 * do")
+    expect("a dO that is not contiguous", True, "note: where dO is not contiguous", "attention", strides)
+    with check.formulas.Seen() as seen: torch.empty(8)
+    count("failed" if seen.values else "passed", "what torch.empty gives is not seen", "")
     expect("one head size alone", True, "not compared: forward at head size 32 raised ValueError", "attention", attention=narrow)
     expect("no fourth argument", True, "not compared: a causal mask", "attention", attention=lambda q, k, v: torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v)
 
@@ -676,6 +704,8 @@ def inputs():
         with open(path("own.py"), "w") as f: f.write(FUSED)
         with open(path("wrong.py"), "w") as f: f.write(FUSED.replace(" / math.sqrt(q.shape[-1])", ""))
         with open(path("theta.py"), "w") as f: f.write(SOLUTION.replace("d_ff, rope_theta, context_length) for", "d_ff, 1e4, context_length) for"))
+        with open(path("renamed.py"), "w") as f: f.write(SOLUTION.replace("rope_theta", "theta"))
+        with open(path("starts.py"), "w") as f: f.write(STARTS)
         with open(path("listed.py"), "w") as f: f.write(SOLUTION.replace("return ds @ k, ds.mT @ q, p.mT @ do, None", "return [ds @ k, ds.mT @ q, p.mT @ do, None]"))
         with open(path("passed.py"), "w") as f: f.write(SOLUTION.replace("return ds @ k, ds.mT @ q, p.mT @ do, None", "pass"))
         with open(path("broken.py"), "w") as f: f.write("import argparse\nargparse.ArgumentParser().parse_args(['x'])\n")
@@ -684,7 +714,8 @@ def inputs():
                 (["model", "solution:TransformerLM", *kwargs], 0, "batch [2, 24]"),
                 (["model", "solution:TransformerLM"], 0, "ok: all"), (["attention", path("solution.py") + ":Flash"], 0, "lse"),
                 (["model", "theta:TransformerLM"], 1, "theta of the rotary embedding is 10000 instead of 5000"),
-                (["ddp", "adapters.py"], 0, "ok: get_ddp"),
+                (["model", "renamed:TransformerLM", *kwargs, "theta=5000"], 0, "ok: all"),
+                (["ddp", "adapters.py"], 0, "ok: get_ddp"), (["ddp", "starts.py"], 0, "note: two backwards: every gradient"),
                 (["model", "adapters.py"], 0, "ok: all"), (["model", "own.py:run_transformer_lm"], 0, "ok: all"),
                 (["model", "wrong.py:run_transformer_lm"], 1, "Likely cause: scores are not divided by sqrt(D)"), (["fsdp", "adapters.py"], 2, "not written yet: rank"),
                 (["attention", "listed.py:Flash"], 2, "cannot be checked: backward raised RuntimeError"),
