@@ -92,6 +92,9 @@ static void answer_distributed_communication_single_node(const vector<AllReduceG
     for (const AllReduceGroup& group : groups) {
         while (last > 0 && isnan(group.ms[last])) { last--; }
     }
+    if (last < sizes - 1) {
+        answer("size", "Not every group had room for %g MB.", SIZES_MB[sizes - 1]);
+    }
     if (last == 0) { return; }
     const double mb = SIZES_MB[last];
     const AllReduceGroup *first_of_gloo = nullptr, *first_of_nccl = nullptr, *before = nullptr;
