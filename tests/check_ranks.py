@@ -115,7 +115,7 @@ def beside_of(yours, ending):
 
 
 def beside(yours, ending, *arguments):
-    """[what that returns]; []: it is not written."""
+    """[what NAME with this ending returns]; []: it is not written."""
     call = beside_of(yours, ending)
     with contextlib.suppress(NotImplementedError): return [call(*arguments)] if call else []
     return []
@@ -533,18 +533,17 @@ KINDS = {"ddp": (train, compare_training,
                      ["weights after a step", f"after {STEPS}", "states on the ranks", f"bound {BOUND:g}"]),
          "fsdp": (train, compare_training, ["fp32", "fp16", *TWICE, "a late rank"],
                   ["held: at rest, peak, after forward", "gradients", f"weights after {STEPS} steps", "verdict"])}
-MORE = {NO_GRADIENT: " This does not count: the public tests do not try it.",
-        BUFFER: " This does not count: the public tests do not try it, and what all ranks compute alike need not be sent."}
-MORE |= dict.fromkeys(GROUPS, " The handout asks for this; the public tests do not try it.")
-MORE |= dict.fromkeys(("a schedule", "three ranks", *TWICE), " The public tests do not try it.")
+MORE = dict.fromkeys(GROUPS, " The handout asks for this; the public tests do not try it.")
+MORE |= dict.fromkeys(("a schedule", "three ranks", *TWICE, NO_GRADIENT, BUFFER), " The public tests do not try it.")
 
 
 def check_ranks(kind, yours, seconds):
     """True: ok; False: differs; where the first case cannot be run, Usage."""
     name, (work, compare, cases, columns) = getattr(yours, "__qualname__", str(yours)), KINDS[kind]
     rows, good, lines, notes = [], True, {}, []
-    # What is set back at a batch's start is so once, before both backwards.
-    starts = beside_of(yours, "_on_train_batch_start")
+    # This hook runs once, before both backwards. If it sets something back, the second may lack that. An empty one does not.
+    code = getattr(beside_of(yours, "_on_train_batch_start"), "__code__", None)
+    starts = code and {*code.co_names} - {"NotImplementedError"}
     if kind == "fsdp": course_layers()  # here, since it may take long, and a rank that takes long hangs
     for case in cases:
         run = lambda rank, world, watch: work(kind, rank, world, watch, yours, case)
@@ -555,7 +554,8 @@ def check_ranks(kind, yours, seconds):
             word = "hangs" if e.word == "hangs" else "fails"
             if case == cases[0] and e.word not in ("hangs", "fails"): raise
             cells, ok, said, more = "-" * (len(columns) - 1), False, [("", str(e))], []
-        counts = case not in (NO_GRADIENT, BUFFER) and not (case in TWICE and (word == "fails" or starts))
+        unsent = case == BUFFER and said and all("a buffer," in whose for whose, _ in said)
+        counts = case != NO_GRADIENT and not unsent and not (case in TWICE and (word == "fails" or starts))
         rows.append([case, *cells, word if ok or counts else "not asked"])
         good = good and (ok or not counts)
         for whose, what in said: lines.setdefault((what, counts), []).append((case, whose))
@@ -566,7 +566,7 @@ def check_ranks(kind, yours, seconds):
     for (what, counts), places in lines.items():
         (case, whose), also = places[0], [case for case, _ in places[1:]]
         too = f" (so, too: {', '.join(dict.fromkeys(also))})" if also else ""
-        print(f"{'Likely cause' if counts else 'note'}: {case}: {f'{whose} {what}'.strip()}{too}.{MORE.get(case, '')}")
+        print(f"{'Likely cause' if counts else 'note'}: {case}: {f'{whose} {what}'.strip()}{too}.{'' if counts else ' This does not count.'}{MORE.get(case, '')}")
     wrong = ", ".join(row[0] for row in rows if row[-1] not in ("ok", "not asked"))
     print(*notes, f"ok: {name} does on its ranks what one process does." if good else f"DIFFERS: {wrong}.", sep="\n")
     return good

@@ -432,6 +432,7 @@ RANK_MISTAKES = [
     ("ddp", "for handle in self.handles: handle.wait()", "dist.get_rank() or dist.barrier()", "plain: rank 0 hangs at"),
     ("ddp", "return self.module(*inputs)", "return self.module(*inputs)[0]", "DIFFERS: plain"),
     ("ddp", "for t in module.buffers(): dist.broadcast(t, src=0)", "", "note: a buffer: the weights of shift, a buffer, are not sent from rank 0 at the start. This does not count"),
+    ("ddp", "    def send(self, p):\n", "    def send(self, p):\n        if hasattr(self.module, 'shift'): return\n", "DIFFERS: a buffer"),
     ("ddp", "for t in module.buffers(): dist.broadcast(t, src=0)", "module.register_forward_pre_hook(lambda *_: None if [dist.broadcast(t, src=0) for t in module.buffers()] else None)",
      "| a buffer | 0.0e+00 "),
     ("ddp", "dist.broadcast(p.data, src=0)", "dist.broadcast(p.data, src=dist.get_rank())", "broadcast of [8, 8] from rank 0 on rank 0, and broadcast of [8, 8] from rank 1 on rank 1"),
@@ -706,6 +707,10 @@ def inputs():
         with open(path("theta.py"), "w") as f: f.write(SOLUTION.replace("d_ff, rope_theta, context_length) for", "d_ff, 1e4, context_length) for"))
         with open(path("renamed.py"), "w") as f: f.write(SOLUTION.replace("rope_theta", "theta"))
         with open(path("starts.py"), "w") as f: f.write(STARTS)
+        lost = "class DDP(ranks.DDP):\n    def forward(self, *inputs):\n        for p in self.module.parameters(): p.grad = None\n        return super().forward(*inputs)\n"
+        with open(path("skeleton.py"), "w") as f:
+            f.write(ADAPTERS.replace("\ndef get_ddp", "\n" + lost + "def get_ddp").replace("ranks.DDP(module)", "DDP(module)")
+                    + "def ddp_on_train_batch_start(model, optimizer): raise NotImplementedError\n")
         with open(path("listed.py"), "w") as f: f.write(SOLUTION.replace("return ds @ k, ds.mT @ q, p.mT @ do, None", "return [ds @ k, ds.mT @ q, p.mT @ do, None]"))
         with open(path("passed.py"), "w") as f: f.write(SOLUTION.replace("return ds @ k, ds.mT @ q, p.mT @ do, None", "pass"))
         with open(path("broken.py"), "w") as f: f.write("import argparse\nargparse.ArgumentParser().parse_args(['x'])\n")
@@ -716,6 +721,7 @@ def inputs():
                 (["model", "theta:TransformerLM"], 1, "theta of the rotary embedding is 10000 instead of 5000"),
                 (["model", "renamed:TransformerLM", *kwargs, "theta=5000"], 0, "ok: all"),
                 (["ddp", "adapters.py"], 0, "ok: get_ddp"), (["ddp", "starts.py"], 0, "note: two backwards: every gradient"),
+                (["ddp", "skeleton.py"], 1, "Likely cause: two backwards: every gradient is the last backward's alone"),
                 (["model", "adapters.py"], 0, "ok: all"), (["model", "own.py:run_transformer_lm"], 0, "ok: all"),
                 (["model", "wrong.py:run_transformer_lm"], 1, "Likely cause: scores are not divided by sqrt(D)"), (["fsdp", "adapters.py"], 2, "not written yet: rank"),
                 (["attention", "listed.py:Flash"], 2, "cannot be checked: backward raised RuntimeError"),
