@@ -357,9 +357,9 @@ void torch_compile_attention(const Options& o) {
                 {"d_model", "seq_len", "vanilla fw ms", "compiled fw ms", "speedup fw",
                  "vanilla bw ms", "compiled bw ms", "speedup bw"}};
     for (const AttentionRun& r : runs) {
-        table.row(r.D, r.S,  // then forward's
+        table.row(r.D, r.S,  // forward's cells follow
                   ms_cell(r.naive, FORWARD_PASS), ms_cell(r.other, FORWARD_PASS),
-                  speedup_cell(r, FORWARD_PASS),  // then backward's
+                  speedup_cell(r, FORWARD_PASS),  // backward's follow
                   ms_cell(r.naive, BACKWARD_PASS), ms_cell(r.other, BACKWARD_PASS),
                   speedup_cell(r, BACKWARD_PASS));
     }

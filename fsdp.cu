@@ -30,6 +30,7 @@ struct FsdpUnit {
 };
 // In the names of this file `norms` are the RMSNorms' weights, of which every rank has all, and
 // `norm` is the norm of the gradients.
+
 struct FsdpWait {  // of the compute stream (with Gloo the host), for a collective
     int unit;      // tests read it
     WorkPtr work;

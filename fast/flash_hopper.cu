@@ -414,8 +414,8 @@ DEVICE void forward_loader(const AttentionArgs& a, dim3 order, int all, const CU
 //   of O / l, and L = m / log2(e) + ln l puts it back. P must not overflow, that is all. So m rises
 //   only when a score exceeds it by more than SLACK = 8 powers of two. Else m stays, P is at most
 //   2^8, shrink is 1, and O need not be multiplied.
-// - m begins with -FLT_MAX, not -inf: where all scores so far are -inf, since the row does not see
-//   these keys or products overflowed, -inf - -inf would be NaN. So their P is exp2(-inf) = 0.
+// - m begins with -FLT_MAX, not -inf. A row's first scores may all be -inf: it does not see these
+//   keys, or products overflowed. Then -inf - -inf would be NaN. With -FLT_MAX P is exp2(-inf) = 0.
 template <class Tile, bool MASKED>
 DEVICE void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[2], float (&l)[2], float (&shrink)[2],
                        float c, const AttentionArgs& a, int row, int key) {
@@ -542,8 +542,9 @@ DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all,
             if (t == 0) { mbarrier_arrive(&empty[(read - 1) % stages]); }
         };
 
-        int whole = keys_seen(a.causal, first, a.Tk) / Bk;  // tiles that all its queries see
-        int masked_end = max(q.k_tiles - whole, 1);         // from this step on the tiles are whole
+        // Tiles that all the warpgroup's queries see whole, and the first step that takes one.
+        int whole = keys_seen(a.causal, first, a.Tk) / Bk;
+        int masked_end = max(q.k_tiles - whole, 1);
         auto key = [&](int from_end) { return (q.k_tiles - 1 - from_end) * Bk + lane % 4 * 2; };
         scores();
         wgmma_wait<0>(s);
