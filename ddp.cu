@@ -253,8 +253,8 @@ static void attach(Trainer& trainer, Sharding sharding) {
     trainer.sharded->sharding = sharding;
     if (sharding != UNSHARDED) { trainer.sharded->c = trainer.c; }
     trainer.step_optimizer = [](Trainer& t) {
-        // It only matters whether this is finite. FLAT's gradients are averages, the same on all
-        // N ranks, so it is sqrt(N) times their norm.
+        // Only whether this norm is finite matters. FLAT's gradients are averages, the same on all
+        // N ranks, so the norm is sqrt(N) times theirs.
         auto norm = [&] { return norm_over_ranks(t.c, pow(gradient_norm(t.model), 2)); };
         // The 0 is max_norm: nothing is clipped, and t.max_norm is not read. So guarded_step calls
         // `norm` in fp16 alone, to see whether any rank's gradients hold inf or NaN.

@@ -541,7 +541,8 @@ def check_ranks(kind, yours, seconds):
     """True: ok; False: differs; where the first case cannot be run, Usage."""
     name, (work, compare, cases, columns) = getattr(yours, "__qualname__", str(yours)), KINDS[kind]
     rows, good, lines, notes = [], True, {}, []
-    # This hook runs once, before both backwards. If it sets something back, the second may lack that. An empty one does not.
+    # This hook runs once, before both backwards. If it sets something back, the second may lack that. An empty hook
+    # sets nothing back.
     code = getattr(beside_of(yours, "_on_train_batch_start"), "__code__", None)
     starts = code and {*code.co_names} - {"NotImplementedError"}
     if kind == "fsdp": course_layers()  # here, since it may take long, and a rank that takes long hangs
